@@ -1,14 +1,15 @@
 """The program `transaxle`: its commands, their common options, and how a failure becomes an exit code and a message.
 
-All commands have help that begins with examples, options from the table in `transaxle.options`, a `Screen`, and
-`--profile`, which writes a trace recorded by `transaxle.spans`.
+The help text of each command begins with examples. Each command takes its options from the table in `transaxle.options`
+and prints through a `Screen`. Its option `--profile` writes a trace recorded by `transaxle.spans`.
 
-Exit codes: 0 done, 1 different, 2 wrong usage, 3 refused, 4 I/O error, 70 a bug in Transaxle, 129 SIGHUP, 130 Ctrl-C,
-141 the reader of a pipe has closed it, 143 SIGTERM.
+Exit codes: 0 for success, 1 if compared checkpoints differ, 2 for wrong usage, 3 for a refusal, 4 for an I/O error, 70
+for a bug in Transaxle, 129 after SIGHUP, 130 after Ctrl-C, 141 if the reader of a pipe has closed the pipe, 143 after
+SIGTERM.
 
-By default SIGTERM and SIGHUP end a process at once, leaving a half-written folder and a terminal without a cursor.
-Here both signals raise an exception in the main thread instead, so that a command cleans up as after Ctrl-C. A signal
-that is already ignored, such as SIGHUP under `nohup`, stays ignored.
+By default SIGTERM and SIGHUP end a process at once, leaving a half-written folder and a terminal without a cursor. This
+module raises an exception in the main thread for both signals instead, so that a command cleans up as after Ctrl-C. A
+signal that is already ignored, such as SIGHUP under `nohup`, stays ignored.
 """
 
 from __future__ import annotations
@@ -43,20 +44,24 @@ _COMMAND_LINE_ONLY = {
     "Working": ("profile",),
     "Refits, live into an engine": ("meshes", "together", "ranks_per_node"),
 }
-"""Section title in the help text -> options of the section that only the command line has."""
+"""Section title in the help text -> options of the section that exist only on the command line, not in Python
+functions.
+"""
 _SECTIONED = 16
-"""Number of options from which on a command's help text has sections."""
+"""The help text of a command with at least this number of options has sections."""
 _SHORTENED = 32
-"""Number of options from which on `--help` shows only a command's common options."""
+"""`--help` of a command with at least this number of options shows only the common options."""
 _HELP_ALL_KEY = "transaxle.help_all"
-"""Key of click's `Context.meta` that makes the help text show all options."""
+"""Key of click's `Context.meta`; if it is set, the help text shows all options."""
 
 
 _FOREIGN_PATHS = frozenset(
     ("-i", "-o", "--in", "--out", "--input", "--output", "--input-dir", "--output-dir", "--input-path", "--output-path",
      "--src", "--dst", "--source", "--load", "--save", "--load-dir", "--save-dir", "--input-folder", "--output-folder")
 )  # fmt: skip
-"""Options by which other programs take a source or target path; the error for them explains Transaxle's arguments."""
+"""Options by which programs other than Transaxle take a source or target path. The error for such an option explains
+Transaxle's arguments.
+"""
 _FOREIGN_OPTIONS = {
     f"--{before}{name}{after}": ours
     for ours, names in {
@@ -81,14 +86,15 @@ _FOREIGN_OPTIONS = {
     }.items()
     for name in names
 }
-"""Option of other programs -> Transaxle's option for the same purpose."""
+"""Option of a program other than Transaxle -> Transaxle's option for the same purpose."""
 
 
 class Bare(click.Option):
-    """An option whose value may be omitted; a value follows after `=`, since a word after a space is an argument.
+    """An option whose value may be omitted. A value is typed after `=`, because a word after a space is parsed as an
+    argument.
 
     Args:
-        bare: the value if none is typed.
+        bare: the option's value if the user types the option without a value.
     """
 
     def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
@@ -104,7 +110,7 @@ class Command(click.Command):
     """A command whose help text begins with examples.
 
     Args:
-        examples: pairs (command line, what it does).
+        examples: pairs of (command line, description of what the command line does).
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
@@ -112,14 +118,14 @@ class Command(click.Command):
         self.examples = tuple(examples)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the command's parameters, with `--help-all` if there are too many options for `--help`."""
+        """Return the command's parameters. If `--help` cannot show all of them, an option `--help-all` is added."""
         params = super().get_params(ctx)
         if len(self.params) < _SHORTENED:
             return params
         return [*params[:-1], _HELP_ALL, params[-1]]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; a `Bare` option typed without a value gets its value `bare`."""
+        """Parse the command's arguments; a `Bare` option typed without a value gets its attribute `bare` as value."""
         bare = {name: option.bare for option in self.params if isinstance(option, Bare) for name in option.opts}
         end = args.index("--") if "--" in args else len(args)
         words = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
@@ -131,7 +137,9 @@ class Command(click.Command):
             raise self._unknown_option(ctx, error) from None
 
     def _unknown_option(self, ctx: click.Context, error: click.NoSuchOption) -> click.UsageError:
-        """Return the error for an unknown option; for an option of other programs, the error names Transaxle's."""
+        """Return the error for an unknown option. If programs other than Transaxle have the option, the error names
+        Transaxle's equivalent.
+        """
         places = [each.human_readable_name for each in self.params if isinstance(each, click.Argument)]
         if error.option_name in _FOREIGN_PATHS and "DST" in places:
             line = f"{ctx.command_path} {' '.join(places)} --to TARGET"
@@ -161,7 +169,7 @@ class Command(click.Command):
                 )
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help text: summary, examples, usage and options."""
+        """Write the command's help text: summary, examples, usage and options."""
         summary, _, details = (self.help or "").strip().partition("\n")
         formatter.write_text(summary)
         write_examples(formatter, self.examples)
@@ -173,7 +181,9 @@ class Command(click.Command):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options: in sections if there are many, and only the common options if there are too many."""
+        """Write the options into the help text: in sections if there are many, and only the common options if there are
+        too many.
+        """
         params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         shown = params
         if _HELP_ALL in params and not ctx.meta.get(_HELP_ALL_KEY):
@@ -229,7 +239,7 @@ _Body = Callable[..., int]
 
 
 class _FloatType(click.Choice[str]):
-    """A click choice among floating-point types, which accepts any name of a type (`bfloat16`, `BF16`)."""
+    """Click type for the name of a floating-point type; it accepts every spelling of the type (`bfloat16`, `BF16`)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         name = read_float_type("type", value)
@@ -237,7 +247,7 @@ class _FloatType(click.Choice[str]):
 
 
 class _Target(click.types.StringParamType):
-    """The click type of `--to`; the error for a missing value lists examples."""
+    """Click type of the option `--to`; the error for a missing value lists examples."""
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:  # noqa: ARG002
         """Return the text that click prints after "Missing option"."""
@@ -253,7 +263,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
 
 
 def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
-    """Parse the memory limit; refuse a limit that is too small for a single worker."""
+    """Parse the memory limit; refuse a limit that is too small for even one worker thread."""
     from transaxle.move.workers import MIN_MEMORY
 
     count = _size(ctx, param, typed)
@@ -275,11 +285,12 @@ def _overwrite(_ctx: click.Context, _param: click.Parameter, typed: str | None) 
 
 
 def overwrite_option(bare: str, text: str) -> Callable[[_Body], _Body]:
-    """Return a decorator that adds `--overwrite` to a command, with the values of the Python argument.
+    """Return a decorator that adds the option `--overwrite` to a command, with the same values as the Python argument
+    `overwrite`.
 
     Args:
-        bare: the value if none is typed; the value names what is replaced.
-        text: help text.
+        bare: the option's value if the user types `--overwrite` alone; the value names what may be replaced.
+        text: help text of the option.
     """
     return click.option("--overwrite", help=text, **_overwrite_settings(bare))
 
@@ -299,7 +310,7 @@ def complete_with(names: Callable[[], Sequence[str]]) -> Callable[..., list[Comp
 
 
 def dialects() -> list[str]:
-    """Return the names of all built-in dialects, with and without version, sorted."""
+    """Return the names of all built-in dialects, with and without version suffix, sorted."""
     from transaxle.families import builtin
 
     labels = [
@@ -312,7 +323,7 @@ def dialects() -> list[str]:
 
 
 def families() -> list[str]:
-    """Return the names of all families, sorted."""
+    """Return the names of all model families, sorted."""
     from transaxle.families import builtin
 
     return sorted(builtin())
@@ -325,7 +336,7 @@ def _readable() -> list[str]:
 
 
 def _targets() -> list[str]:
-    """Return the values offered as completions of `--to`: each DIALECT and each FORMAT:DIALECT."""
+    """Return the values that the shell offers as completions of `--to`: each DIALECT and each FORMAT:DIALECT."""
     from transaxle.formats.registry import writable
 
     names = [*dialects(), "identity"]
@@ -335,7 +346,7 @@ def _targets() -> list[str]:
 _COMPLETIONS: Mapping[str, Callable[[], list[str]]] = {
     "NAME": families, "DIALECT": dialects, "FORMAT": _readable, "TARGET": _targets,
 }  # fmt: skip
-"""Placeholder of a value in the help text -> function that returns the names offered as completions."""
+"""Placeholder of an option's value in the help text -> function that returns the names offered as completions."""
 
 
 def _click_option(option: Option) -> Callable[[_Body], _Body]:
@@ -367,15 +378,16 @@ _KINDS: Mapping[str, Callable[[Option], dict[str, Any]]] = {
     "switch": lambda _: {"is_flag": True, "default": None},
     "text": lambda _: {},
 }
-"""Kind of an option -> function that returns the keyword arguments of `click.option` for it."""
+"""Kind of an option -> function that returns the keyword arguments of `click.option` for an option of this kind."""
 
 
 def options_of(verb: str, *, but: Collection[str] = ()) -> Callable[[_Body], _Body]:
-    """Return a decorator that adds a public function's options to a command, which gets their values as dict `options`.
+    """Return a decorator that adds a public function's options to a command; the command gets the options as its
+    argument `options`, a dict.
 
     Args:
         verb: name of the public function, a key of `VERBS`.
-        but: options to omit, because the command defines them itself.
+        but: names of options to omit, because the command defines these options itself.
     """
     names = [name for name in VERBS[verb] if name not in but]
 
@@ -423,7 +435,7 @@ def with_screen(body: _Body) -> _Body:
     @wraps(body)
     def command(*args: Any, **options: Any) -> int:
         names = ("as_json", "everything", "quiet", "verbose")
-        profile = options.pop("profile", None)  # only commands that move bytes have this option
+        profile = options.pop("profile", None)  # only commands that move tensor bytes have the option --memory
         screen = Screen(**{name: options.pop(name) for name in names})
         if screen.quiet and screen.verbose:
             raise click.UsageError("--quiet and --verbose exclude each other; give only one")
@@ -450,7 +462,9 @@ def with_profile(body: _Body) -> _Body:
 
 
 def with_derive(body: _Body) -> _Body:
-    """Decorate a command: add `--derive`, which puts a derived table into `options`. Apply it before `with_screen`."""
+    """Decorate a command: add `--derive`, which derives a table of tensor names and stores its path in `options`. Apply
+    this decorator before `with_screen`.
+    """
 
     @wraps(body)
     def command(screen: Screen, *args: Any, src: str, options: dict[str, Any], derive: bool, **parameters: Any) -> int:
@@ -481,12 +495,12 @@ def write_profile(typed: str) -> Iterator[None]:
     """Record a time trace of the `with` block, and write the trace to a file when the block ends or fails.
 
     Args:
-        typed: path of the file, which must not exist. In a job, every rank but the first writes a file of its own,
-            such as `trace.rank1.json`.
+        typed: path of the trace file, which must not exist. In a distributed job, every rank except the first writes
+            its own trace file, such as `trace.rank1.json`.
 
     Raises:
-        UsageError: EXISTS, before the block runs.
-        StorageError: IO or NO_SPACE, if the file cannot be written.
+        UsageError: with code EXISTS, before the `with` block runs, if the trace file exists.
+        StorageError: with code IO or NO_SPACE, if the trace file cannot be written.
     """
     from transaxle.formats.storage.local import storage_error as storage_failed
     from transaxle.spans import record_trace
@@ -515,10 +529,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def stoppable() -> Iterator[list[Stopped]]:
-    """Raise `Stopped` at the first signal; later signals are ignored, since they would interrupt the cleanup.
+    """Raise `Stopped` at the first signal, and ignore later signals, because they would interrupt the cleanup.
 
     Yields:
-        A list to which the exception that stops the process is appended; empty until then.
+        A list to which the exception `Stopped` is appended when a signal arrives; empty until then.
     """
     stops: list[Stopped] = []
 
@@ -542,7 +556,9 @@ def stoppable() -> Iterator[list[Stopped]]:
 
 
 def interruption_in(error: BaseException | None) -> BaseException | None:
-    """Return the KeyboardInterrupt that caused an error, which Python wraps if it arrives while a class is created."""
+    """Return the KeyboardInterrupt that caused an error. Python wraps a KeyboardInterrupt that arrives while a class is
+    created.
+    """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__
     return error
@@ -568,7 +584,9 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "explain": ("Explain a refusal code.", "transaxle.cli.explain"),
     "demo": ("Show a conversion there and back on a tiny model.", "transaxle.cli.demo"),
 }  # fmt: skip
-"""Command -> (summary, module that defines `NAME_command`); the module is imported on use."""
+"""Command name -> (summary, module that defines the function `NAME_command`); the module is imported when the command
+runs.
+"""
 COMMANDS = tuple(_LOADERS)
 
 _EXAMPLES = (
@@ -589,10 +607,10 @@ _CODES = (
 
 
 class Program(click.Group):
-    """The click group of all commands; each command's module is imported on use."""
+    """The click group of all commands; the module of a command is imported when the command runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Return the names of the commands, most used first."""
+        """Return the names of the commands, the most used command first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
@@ -606,7 +624,7 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command named by the first argument; for an unknown name, the error suggests one."""
+        """Find the command named by the first argument; the error for an unknown name suggests a similar command."""
         name = args[0]
         if name in _LOADERS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
@@ -629,7 +647,7 @@ class Program(click.Group):
         formatter.write_text(f'  eval "$({COMPLETE}=bash_source {NAME})"')
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write only the program's own options; click's method would list the commands again."""
+        """Write only the options of the program itself; click's own method would list the commands a second time."""
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
@@ -653,14 +671,14 @@ def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
 )
 @click.pass_context
 def program(ctx: click.Context) -> None:
-    """Run a command, or show the help text if none is given."""
+    """Run a command, or show the help text if no command is given."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
 USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141
 DEBUG = "TRANSAXLE_DEBUG"
-"""Environment variable: with the value 1, a bug prints its traceback."""
+"""Environment variable; if its value is 1, Transaxle prints a traceback after a bug."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -674,16 +692,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return shell_complete(program, {}, NAME, COMPLETE, os.environ[COMPLETE])
     with stoppable() as stops:
         code = _run_printing(arguments)
-    return stops[0].exit_code if stops and code == MACHINE else code  # after SIGHUP the terminal cannot be written to
+    # after SIGHUP, nothing can be written to the terminal
+    return stops[0].exit_code if stops and code == MACHINE else code
 
 
 def _run_printing(arguments: Sequence[str]) -> int:
-    """Run the program; a failing output stream leads to an exit code, not a traceback."""
+    """Run the program; if an output stream fails, return an exit code instead of printing a traceback."""
     try:
         code = _run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe. Without this step the interpreter would complain when it flushes at exit.
+        # The process that reads the pipe has closed it. Without replacing the stream, the interpreter would print an
+        # error when it flushes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
@@ -745,7 +765,7 @@ def _print_failure(screen: Screen, code: int, message: str, hint: str = "") -> i
 
 
 def _repair_streams() -> None:
-    """Replace closed standard streams, and make open ones escape characters that they cannot encode."""
+    """Replace closed standard streams, and make open standard streams escape characters that they cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))

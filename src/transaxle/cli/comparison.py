@@ -1,4 +1,6 @@
-"""`transaxle verify` checks a checkpoint against its manifest or compares two checkpoints; `diff` shows differences."""
+"""`transaxle verify` checks a checkpoint against its manifest or compares two checkpoints; `transaxle diff` shows their
+differences.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from transaxle.formats.registry import join_names
 @with_profile
 @with_screen
 def verify_command(screen: Screen, a: str, b: str | None, options: dict[str, Any]) -> int:
-    """Verify a checkpoint, or compare two checkpoints."""
+    """Verify a checkpoint against its hashes, or compare two checkpoints."""
     result = verbs.verify(a, b, watch=screen, **options)
     if screen.as_json:
         screen.document(result.as_json())
@@ -68,7 +70,9 @@ def print_verification(screen: Screen, result: Verification) -> None:
 
 
 def _describe_unchecked(result: Verification) -> str:
-    """Describe which bytes of a checkpoint could not be checked because it has no hashes of them."""
+    """Describe which bytes of a checkpoint could not be checked because the checkpoint contains no hashes of these
+    bytes.
+    """
     if not result.unproved:
         return "checksums of the format cover all tensors; nothing covers headers and the files beside them"
     if result.unproved == result.bytes_read:
@@ -77,7 +81,7 @@ def _describe_unchecked(result: Verification) -> str:
 
 
 def print_comparison(screen: Screen, compared: Comparison) -> None:
-    """Print whether two checkpoints are equal; if not, print how to list the differences."""
+    """Print whether two checkpoints are equal; if they differ, also print the command that lists the differences."""
     first, second = (f"{count:,}" for count in compared.stored)
     if compared.equal:
         counts = (
@@ -107,7 +111,7 @@ _ROWS = 20
 _NO_TABLE = "(in no table)"
 _ONE_SIDED = frozenset({"only_first", "only_second"})
 _UNCOMPARED = _ONE_SIDED | {"encoding"}
-"""Kinds of difference for which values of the two tensors are not compared."""
+"""Kinds of difference between two tensors for which the values of the tensors are not compared."""
 
 
 @click.command(
@@ -159,7 +163,7 @@ def diff_command(screen: Screen, a: str, b: str, stat: bool, options: dict[str, 
 
 
 def _print_names(screen: Screen, comparison: Comparison) -> None:
-    """Print the names of differing tensors; names that differ only in numbers share one row."""
+    """Print the names of differing tensors; names that differ only in their numbers share one printed row."""
     by_name = {difference.name: difference for difference in comparison.differences}
     names = sorted(by_name, key=natural)
     folded = fold(names, [_describe(by_name[name], comparison) for name in names])
@@ -175,7 +179,7 @@ def _print_names(screen: Screen, comparison: Comparison) -> None:
 
 
 def _describe(difference: Difference, comparison: Comparison) -> str:
-    """Describe how a tensor differs; tensors with equal descriptions share one printed row."""
+    """Describe how a tensor differs between two checkpoints; tensors with equal descriptions share one printed row."""
     match difference.kind:
         case "only_first":
             return f"only in {comparison.first}"
@@ -189,7 +193,7 @@ def _describe(difference: Difference, comparison: Comparison) -> str:
 
 
 def _distances(group: Iterable[Difference]) -> str:
-    """Describe how far the values of a group of tensors differ; empty if no distance was measured."""
+    """Describe how far the values of a group of tensors differ; return an empty text if no distance was measured."""
     measured = [
         (d.elements, d.max_abs, d.rms or 0.0, d.relative or 0.0)
         for d in group

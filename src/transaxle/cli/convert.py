@@ -1,4 +1,6 @@
-"""`transaxle convert` converts a checkpoint; `transaxle plan` shows what a conversion or a refit would do."""
+"""`transaxle convert` converts a checkpoint; `transaxle plan` shows what a conversion would do, or a refit (sending
+live weights to an inference engine).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 
 def _describe_change(recoded: RecodedTensor) -> str:
-    """Describe how a conversion changes a tensor's values: averaging, merging, a cast, or another encoding."""
+    """Describe how a conversion changes a tensor's values: by averaging, merging, casting, or a different number
+    format.
+    """
     if recoded.action == "averaged":
         return f"replicas that differ, {recoded.dtype}"
     if recoded.action == "merged":
@@ -56,7 +60,7 @@ def print_recoded(screen: Screen, recoded: Sequence[RecodedTensor]) -> None:
 
 
 def print_measured(screen: Screen, measured: Sequence[MeasuredTensor]) -> None:
-    """Print for which tensors values have changed, and by how much."""
+    """Print which tensors' values have changed, and by how much."""
     ordered = sorted(measured, key=lambda item: natural(item.what.name))
     for (action, change), count in _counts([item.what for item in ordered]).items():
         items_by_name = {
@@ -116,7 +120,9 @@ def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
 def print_others(
     screen: Screen, unconverted: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]
 ) -> None:
-    """Print tensors that keep their names, checkpoint entries that are left behind, and files that are copied."""
+    """Print three lists: tensors that keep their names, checkpoint entries that are not converted, and files that are
+    copied.
+    """
     if unconverted:
         count = plural(len(unconverted), "tensor")
         screen.some(
@@ -140,7 +146,7 @@ def print_others(
 def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
     """Print the plan's notes for users of the target checkpoint."""
     for note in notes:
-        if note.startswith(NO_CONFIG):  # without a config the target cannot be loaded
+        if note.startswith(NO_CONFIG):  # a target without a config file cannot be loaded
             screen.note(f"warning: {note}")
         else:
             screen.line(f"  note: {note}")
@@ -204,7 +210,7 @@ def convert_command(screen: Screen, src: str, dst: str, options: dict[str, Any])
 
 @contextmanager
 def _print_once(together: bool) -> Iterator[None]:
-    """In the `with` block, let only the first rank of a job print an error that all ranks raise."""
+    """In a distributed job, let only the first rank print an error that all ranks raise in the `with` block."""
     try:
         yield
     except TransaxleError as error:
@@ -268,7 +274,9 @@ def print_report(screen: Screen, report: Report) -> None:
 
 
 def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
-    """Print the bytes written by each machine; by each process with `--all`, or if there is only one machine."""
+    """Print the bytes written by each machine. With `--all`, or if there is only one machine, print those of each
+    process.
+    """
     from transaxle.engine.distribute.driver import node_of
 
     nodes: dict[str, list[int]] = {}
@@ -353,7 +361,7 @@ def plan_command(
     together: bool,
     ranks_per_node: int | None,
 ) -> int:
-    """Plan a conversion of a checkpoint, or a refit of an engine."""
+    """Plan the conversion of a checkpoint, or a refit (sending live weights to an inference engine)."""
     context = click.get_current_context()
     if meshes or together or ranks_per_node:
         return _plan_refit(screen, context, (src, dst), options, (meshes, together, ranks_per_node))
@@ -368,13 +376,13 @@ def plan_command(
 
 
 def _show(screen: Screen, prepared: CheckedPlan, dst: str, options: Mapping[str, Any]) -> int:
-    """Print a plan; return the exit code.
+    """Print the plan of a conversion; return the exit code.
 
     Args:
         screen: where to print.
-        prepared: the plan, with the state of the target path.
+        prepared: the plan of the conversion, with the state of the target path.
         dst: path or URL of the target, as the user typed it.
-        options: options of the verb `plan`.
+        options: options of the public function `plan`.
     """
     plan, limit = prepared.plan, limits(options["jobs"], options["memory"])
     error = gathered(plan.refusals) if plan.refusals else None
@@ -399,7 +407,7 @@ def _show(screen: Screen, prepared: CheckedPlan, dst: str, options: Mapping[str,
     return 0 if error is None else error.exit_code
 
 
-# `--to` is omitted when a refit is planned.
+# `--to` may be omitted only when a refit is planned.
 next(each for each in plan_command.params if each.name == "to").required = False
 
 
@@ -410,16 +418,17 @@ def _plan_refit(
     options: Mapping[str, Any],
     refit: tuple[tuple[str, ...], bool, int | None],
 ) -> int:
-    """Print how many bytes a refit would send between ranks; return the exit code.
+    """Print how many bytes a refit (sending live weights to an inference engine) would send between ranks; return the
+    exit code.
 
     Args:
         screen: where to print.
         context: click's context of the command.
-        dialects: dialects of trainer and engine.
-        options: options of the verb `plan`.
-        refit: values of `--mesh`, `--same-ranks` and `--ranks-per-node`.
+        dialects: dialects (tensor names and layouts) of the trainer and of the engine.
+        options: options of the public function `plan`.
+        refit: values of the options `--mesh`, `--same-ranks` and `--ranks-per-node`.
     """
-    # imported here, because only this command needs it
+    # imported inside the function, because no other command needs it
     from transaxle.engine.traffic import plan_traffic, read_mesh
 
     typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
@@ -466,7 +475,9 @@ def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
 
 
 def _print_routes(screen: Screen, plan: Plan) -> None:
-    """Print one row per table line of the plan; unchanged lines share one row."""
+    """Print one row for each line of the conversion table that the plan uses; lines that change nothing share one
+    row.
+    """
     moving = [(route, words(route, plan.axes)) for route in plan.routes]
     unchanged = [route.component for route, movement in moving if movement == UNCHANGED]
     moving = [(route, movement) for route, movement in moving if movement != UNCHANGED]
@@ -493,7 +504,7 @@ def _print_routes(screen: Screen, plan: Plan) -> None:
 
 
 _RUNS = 3
-"""Number of rank ranges that one cell of the printed table lists."""
+"""Largest number of rank ranges that one cell of the printed table lists."""
 
 
 def print_traffic(screen: Screen, traffic: Traffic, ranks_per_node: int | None) -> None:
@@ -501,8 +512,8 @@ def print_traffic(screen: Screen, traffic: Traffic, ranks_per_node: int | None) 
 
     Args:
         screen: where to print.
-        traffic: bytes between each pair of ranks.
-        ranks_per_node: number of ranks per machine; None: unknown.
+        traffic: number of bytes sent from each rank to each rank.
+        ranks_per_node: number of ranks per machine; None if it is unknown.
     """
     trainer, engine = traffic.trainer, traffic.engine
     screen.line((f"{traffic.family} · {trainer.dialect} -> {engine.dialect}", "bold"))
@@ -540,7 +551,9 @@ def _spread(counts: Matrix) -> tuple[str, str, str]:
 
 
 def _fold_pairs(matrix: Matrix) -> list[tuple[int, int, str, str]]:
-    """Return rows (bytes, number of rank pairs, senders, receivers), largest first; equal pairs share a row."""
+    """Return rows (bytes, number of rank pairs, senders, receivers), the largest number of bytes first. Equal pairs
+    share a row.
+    """
     sources, columns = _group_equal_rows(matrix), _group_equal_rows(matrix.T)
     rows = []
     for source in sources:
@@ -556,7 +569,7 @@ def _fold_pairs(matrix: Matrix) -> list[tuple[int, int, str, str]]:
 
 
 def _group_equal_rows(matrix: Matrix) -> list[list[int]]:
-    """Return the indices of the matrix rows, grouped by equal rows."""
+    """Return lists of row indices of a matrix; the rows of each list are equal."""
     groups: dict[bytes, list[int]] = {}
     for number, row in enumerate(np.ascontiguousarray(matrix)):
         groups.setdefault(row.tobytes(), []).append(number)
@@ -564,7 +577,7 @@ def _group_equal_rows(matrix: Matrix) -> list[list[int]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ascending ranks as text, such as `0-7`, `0-3, 8-11` or `0, 8, … 248 (32 ranks)`."""
+    """Return ascending rank numbers as text, such as `0-7`, `0-3, 8-11` or `0, 8, … 248 (32 ranks)`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:

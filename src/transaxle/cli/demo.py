@@ -1,4 +1,6 @@
-"""`transaxle demo`: converts a model to other layouts and back; it is so small that every number can be inspected."""
+"""`transaxle demo` converts a model to several layouts and back; the model is so small that every number can be
+inspected.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _SIZES = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
-"""Config of the small model; sizes of axes that could be confused differ."""
+"""Config of the small model. No two axes that could be confused have the same size."""
 _SOURCE = "hub"
 _CONVERSIONS = (("torchtitan", "dcp:torchtitan"), ("automodel", "safetensors:automodel"), ("back", "hf"))
 """(folder, value of `--to`) of each conversion; each conversion converts the result of the previous one."""
@@ -45,16 +47,18 @@ _PLACES = (
     ("automodel", "model.layers.0.mlp.experts.gate_and_up_projs", (_EXPERT, _COLUMN, _ROW)),
     ("back", f"model.layers.0.mlp.experts.{_EXPERT}.gate_proj.weight", (_ROW, _COLUMN)),
 )
-"""(folder, tensor, index) of one number in each dialect: expert 3's gate, row 5, column 7."""
+"""Where to find one number in each dialect, as (folder, tensor, index): the number in row 5, column 7 of expert 3's
+gate weight.
+"""
 _TOKENS = 16
 
 
 _STEP_TEXTS = {
     "torchtitan": "Every expert was a tensor of its own; now its number e is the first dim of one tensor per layer.",
     "automodel": "gate and up become one tensor, end to end in its last dim, and each expert's matrix is transposed.",
-    "back": "The same two tables, read the other way.",
+    "back": "The same two conversion tables, applied in the opposite direction.",
 }
-"""Explanation of each conversion, printed for newcomers."""
+"""Explanation of each conversion step, printed for newcomers."""
 
 JsonFacts = dict[str, Any]
 
@@ -90,7 +94,7 @@ def demo_command(screen: Screen, keep: str | None) -> int:
 
 
 def _require_packages() -> None:
-    """Refuse to run without torch and transformers; the hint says how to install them."""
+    """Refuse to run the demo without torch and transformers; the error explains how to install them."""
     try:
         import torch
         import transformers
@@ -102,7 +106,7 @@ def _require_packages() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the progress bars and warnings of other packages."""
+    """Hide the progress bars and warnings of packages that the demo calls."""
     variables = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     before = {name: os.environ.get(name) for name in variables}
     muted = logging.root.manager.disable
@@ -122,12 +126,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _run(screen: Screen, folder: Path, shown: str) -> int:
-    """Run the demo in a folder.
+    """Run all steps of the demo in a folder.
 
     Args:
-        screen: where to print.
-        folder: folder of the checkpoints.
-        shown: path of the folder in the printed commands.
+        screen: output of the command.
+        folder: folder in which the checkpoints are written.
+        shown: path of that folder in the printed commands.
     """
     facts: JsonFacts = {"folder": shown or None, "steps": []}
     model, tokens, logits = _make(folder / _SOURCE)
@@ -168,7 +172,7 @@ def _step(screen: Screen, title: str) -> None:
 
 
 def _make(folder: Path) -> tuple[Any, Any, Any]:
-    """Create a model and save it; return (model, tokens, the model's logits for them)."""
+    """Create the small model and save it; return (model, tokens, the model's logits for these tokens)."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -180,20 +184,21 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
     random = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SIZES), dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        for weight in model.parameters():  # norms too: if all numbers were equal, a wrong move would go unnoticed
+        # random values for norms too: if all elements were equal, a misplaced element would go unnoticed
+        for weight in model.parameters():
             weight.normal_(0, 0.5, generator=random)
         tokens = torch.randint(_SIZES["vocab_size"], (1, _TOKENS), generator=random)
         logits = model(tokens).logits
     try:
         model.save_pretrained(folder)
-    except SafetensorError as error:  # safetensors raises this also when the disk is full
+    except SafetensorError as error:  # safetensors raises this exception also when the disk is full
         hint = "Make room there, or choose a folder elsewhere with --keep."
         raise refuse("IO", f"the model cannot be saved: {error}", file=str(folder), hint=hint) from None
     return model, tokens, logits
 
 
 def _describe(screen: Screen, folder: Path, name: str) -> JsonFacts:
-    """Print the size of a checkpoint, and its rows of attention queries and experts."""
+    """Print the size of a checkpoint, and its printed rows for attention queries and experts."""
     from transaxle.cli.ls import cells, fold_rows
 
     with tx.open(folder / name) as checkpoint:
@@ -216,7 +221,9 @@ def _is_shown(name: str) -> bool:
 
 
 def _axis_moves(source: Path, target: Path, to: str) -> list[JsonFacts]:
-    """Return how a conversion moves axes, for each table line; lines that only rename tensors are omitted."""
+    """Return how a conversion moves axes, for each line of the conversion table; lines that only rename tensors are
+    omitted.
+    """
     plan = tx.plan(source, target, to=to)
     moved = []
     for route in plan.routes:
@@ -238,7 +245,7 @@ def _print_moved(screen: Screen, moved: Sequence[JsonFacts]) -> None:
 
 
 def _follow(screen: Screen, folder: Path) -> list[JsonFacts]:
-    """Print the same number as read from the checkpoint in each dialect."""
+    """Print one and the same number as it is read from the checkpoint in each dialect."""
     readings: list[JsonFacts] = []
     for name, tensor, place in _PLACES:
         with tx.open(folder / name) as checkpoint:
@@ -255,7 +262,9 @@ def _follow(screen: Screen, folder: Path) -> list[JsonFacts]:
 
 
 def _same_tensors(screen: Screen, folder: Path) -> bool:
-    """Compare the first and the last checkpoint, read with the safetensors library, not Transaxle's own reader."""
+    """Compare the first checkpoint with the last; both are read with the safetensors library instead of Transaxle's own
+    reader.
+    """
     first, last = ({k: v for f in _files(folder / name) for k, v in _load(f).items()} for name in (_SOURCE, "back"))
     same = sum(name in last and first[name] == last[name] for name in first)
     equal = same == len(first) == len(last)
@@ -269,7 +278,7 @@ def _files(folder: Path) -> Sequence[Path]:
 
 
 def _load(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Read a file with the safetensors library: tensor name -> (dtype, shape, bytes)."""
+    """Read a file with the safetensors library; return tensor name -> (dtype, shape, bytes)."""
     from safetensors import safe_open
 
     with safe_open(file, framework="numpy") as opened:
@@ -285,6 +294,6 @@ def _same_logits(screen: Screen, folder: Path, tokens: Any, logits: Any, kind: A
     with torch.no_grad():
         again = model(tokens).logits
     equal = torch.equal(logits, again)
-    verdict = "yes, exactly the same logits" if equal else "NO, other logits"
+    verdict = "yes, exactly the same logits" if equal else "NO, the logits differ"
     _say(screen, f"its output:  {verdict} for {_TOKENS} tokens, loaded by transformers")
     return equal

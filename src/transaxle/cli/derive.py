@@ -1,7 +1,7 @@
 """`transaxle derive` derives a table of tensor names from a converter; `transaxle check-rules` checks a table.
 
-A table is derived by tracing where a converter moves each of a checkpoint's numbered elements. A check lists mistakes
-in a table, and which tensor names of a checkpoint the table knows.
+A table is derived by tracing to which position a converter moves each numbered element of a checkpoint. `check-rules`
+lists mistakes in a table, and the tensor names of a checkpoint that the table can read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from transaxle.errors import Refused, TransaxleError, gathered, refuse
 from transaxle.families import builtin
 
 _MODEL_TYPE = r"[\w.-]{1,100}"
-"""Pattern of a model type; torch and transformers are imported only for an argument that matches it."""
+"""Pattern of the name of a model type; torch and transformers are imported only for an argument that matches the
+pattern.
+"""
 
 
 @click.command(
@@ -83,7 +85,7 @@ def derive_command(
     number: bool,
     overwrite: Overwrite,
 ) -> int:
-    """Derive a family's table of tensor names."""
+    """Derive a family's table of tensor names from a converter."""
     screen.consequence = "nothing was written"
     if number:
         if output or family or overwrite:
@@ -118,11 +120,11 @@ def _table(source: Sequence[str], family: str | None, dialects: str) -> Table:
 
 
 def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
-    """Return the model type that SOURCE means, and its config if SOURCE is a file or folder.
+    """Return the model type that the argument SOURCE means, and the model's config if SOURCE is a file or folder.
 
     Raises:
-        Refused: CORRUPT for a config file without a model type.
-        StorageError: IO for a path without a config file.
+        Refused: with code CORRUPT, if a config file has no model type.
+        StorageError: with code IO, if the path has no config file.
     """
     path = Path(source)
     if re.fullmatch(_MODEL_TYPE, source) and not os.path.lexists(path) and path.suffix != ".json":
@@ -169,7 +171,9 @@ def _facts(table: Table, output: str | None) -> dict[str, Any]:
 
 
 def _ships(table: Table) -> str | None:
-    """Return the name of the built-in family that supports the model of a derived table; None if no family does."""
+    """Return the name of the built-in family that already supports the model of a derived table; None if no family
+    supports it.
+    """
     (family,) = tables.read(table.text)
     families = builtin().of_types(family.model_types)
     return families[0].name if families else None
@@ -196,7 +200,7 @@ def _print_table(screen: Screen, table: Table, output: str | None) -> None:
 
 
 _SHOWN = 6
-"""Number of tensors with wrong shapes that are listed without `--all`."""
+"""Number of tensors with wrong shapes that are listed if `--all` is not given."""
 
 
 @click.command(
@@ -288,5 +292,7 @@ def _print_writing(screen: Screen, label: str, outcome: JsonFacts) -> None:
 
 
 def _one_line(refusal: JsonFacts) -> str:
-    """Return the refusal of a tensor's shape as one line: tensor name, table line, expected and actual shape."""
+    """Return the refusal of a tensor's shape as one line of text: tensor name, table line, expected and actual
+    shape.
+    """
     return f"{refusal['tensor']}: {': '.join(refusal['message'].splitlines())}"

@@ -1,4 +1,4 @@
-"""`transaxle explain`: explanations of the refusal codes."""
+"""`transaxle explain` prints explanations of the refusal codes."""
 
 from __future__ import annotations
 

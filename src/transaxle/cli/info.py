@@ -1,6 +1,7 @@
-"""`transaxle info` describes a checkpoint, a family's table, or this installation.
+"""`transaxle info` describes a checkpoint, the table of tensor names of a model family, or this installation.
 
-With `--tree` it prints a tree of tensor names: names that differ only in numbers share a branch, with its bytes.
+With `--tree`, `transaxle info` prints a tree of tensor names: names that differ only in their numbers share a branch,
+which is shown with its number of bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 
 
 _MOST_BRANCHES = 20
-"""Number of children of a branch that are printed without `--all`."""
+"""Number of child branches of a branch that are printed without `--all`."""
 _WIDE = 4096
-"""Line width in columns if there is no terminal: practically unlimited."""
+"""Line width in columns if the output is not a terminal: so large that no line is wrapped."""
 _DEEPEST = 12
 """Maximum depth of the name tree, in segments of a tensor name."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _BAR = 10
-"""Length in columns of the bar that stands for all bytes of a checkpoint."""
+"""Length in columns of the bar that represents all bytes of a checkpoint; bars of branches are shorter."""
 
 
 @dataclass
@@ -54,23 +55,25 @@ class Branch:
     """A node of the name tree: the tensors whose names begin with the same segments."""
 
     name: str
-    """Segments of this node's name, without its parents' segments; numbers are replaced by a range or letter."""
+    """The name segments that this node adds to its parent's name; numbers in them are replaced by a range or a
+    letter.
+    """
     about: str = ""
-    """Dtype and shape of the tensors whose names end here; empty if there are none."""
+    """Dtype and shape of the tensors whose full names end at this node; empty if no name ends here."""
     tensors: int = 0
-    """Number of tensors in this branch."""
+    """Number of tensors in this branch of the name tree."""
     nbytes: int = 0
-    """Bytes of the tensors in this branch."""
+    """Bytes of all tensors in this branch of the name tree."""
     branches: dict[str, Branch] = field(default_factory=dict)
-    """Next name segment -> child branch."""
+    """Next segment of the tensor names -> child branch."""
 
 
 def name_tree(tensors: Mapping[str, StoredTensor], title: str) -> Branch:
-    """Return the names of tensors as a tree.
+    """Return the names of tensors as a tree, in which each branch is a segment of the names.
 
     Args:
         tensors: tensor name -> tensor.
-        title: name of the root.
+        title: name of the root of the tree.
     """
     names = sorted(tensors, key=natural)
     keys = [(tensors[name].dtype, tensors[name].shape) for name in names]
@@ -91,12 +94,12 @@ def name_tree(tensors: Mapping[str, StoredTensor], title: str) -> Branch:
 
 
 def print_tree(root: Branch, stream: TextIO, *, all_rows: bool) -> None:
-    """Print a tree, the largest branches first.
+    """Print a name tree, with the largest branches first.
 
     Args:
         root: root of the tree to print.
         stream: output stream.
-        all_rows: print all branches, not only the largest.
+        all_rows: whether to print all branches instead of only the largest.
     """
     from rich.console import Console
     from rich.tree import Tree
@@ -118,7 +121,7 @@ def _add_branches(tree: Tree, branch: Branch, total: int, limit: int | None) -> 
 
 
 def _merge_single_children(branch: Branch) -> Branch:
-    """Merge a branch with its child, repeatedly, while it has a single child and no tensors of its own."""
+    """While a branch has a single child and no tensors of its own, merge it with that child."""
     while len(branch.branches) == 1 and not branch.about:
         (only,) = branch.branches.values()
         branch = Branch(f"{branch.name}.{only.name}", only.about, only.tensors, only.nbytes, only.branches)
@@ -141,13 +144,15 @@ def _words(branch: Branch, total: int) -> Iterator[str]:
 
 
 _PRINTED_ELSEWHERE = frozenset({GROUPS, NOTE, MEGATRON, LEFT_BEHIND})
-"""Metadata keys that are not printed under metadata, but in the lines `groups`, `encodings`, `run` and `left`."""
+"""Metadata keys that are not printed in the section `metadata`, because the lines `groups`, `encodings`, `run` and
+`left` show them.
+"""
 _RUN_FACTS = ("iteration", "checkpoint_version")
-"""Facts about a Megatron training run that are printed first."""
+"""Facts about a Megatron training run that are printed before all other facts of the run."""
 _REPLACED = "which replaces the built-in family of this name"
 _SHOWN = 6
 _LABELS = 24
-"""Width in columns of the labels, including margins."""
+"""Width in columns of the printed labels, including margins."""
 
 
 @click.command(
@@ -193,9 +198,11 @@ def info_command(screen: Screen, path: str | None, tree: bool, options: dict[str
 
 
 def _print_table(screen: Screen, name: str, rules: str | None) -> int:
-    """Print a family's complete table of tensor names, including statements inherited from other families."""
+    """Print a family's complete table of tensor names, including statements inherited from the tables of other
+    families.
+    """
     family = pick_family(name, settings(rules=rules).families)
-    assert family.written is not None  # only families created in memory have no text
+    assert family.written is not None  # only families created in memory have no source text
     text = family.written.spell_out()
     if screen.as_json:
         legend = {"model_types": list(family.model_types), "frameworks": dialect_facts(family.labels)}
@@ -203,7 +210,8 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
         screen.document({"family": family.name, "dialects": list(family.labels), **legend, "table": text})
     else:
         for title, rows in (("dialects", dialect_rows(family.labels)), ("axes", axis_rows(family))):
-            screen.line((f"# {title}", "dim"))  # as a comment, so that the output is a valid file for --rules
+            # the note is printed as a comment, so that the output is a valid file for --rules
+            screen.line((f"# {title}", "dim"))
             screen.table(rows, indent="#   ")
         for line in text.splitlines():
             screen.line(line)
@@ -211,7 +219,9 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
 
 
 def _installation(*, complete: bool) -> JsonFacts:
-    """Return facts about this installation: versions, and if `complete` also packages, formats and families."""
+    """Return facts about this installation: its versions and, if `complete`, also packages, file formats and model
+    families.
+    """
     facts: JsonFacts = {"transaxle": __version__, "kernels": active(), "python": platform.python_version()}
     if complete:
         needed = ("numpy", "ml_dtypes", "safetensors", "torch", "transformers")
@@ -241,7 +251,7 @@ def _print(screen: Screen, facts: JsonFacts) -> None:
 
 
 def _wrap(screen: Screen, label: str, text: str) -> list[list[str]]:
-    """Break a long text into lines that fit the column right of its label."""
+    """Break a long text into lines that fit into the column to the right of its label."""
     if screen.width is None:
         return [[label, text]]
     lines = textwrap.wrap(text, max(screen.width - _LABELS, _LABELS), break_on_hyphens=False)
@@ -249,7 +259,7 @@ def _wrap(screen: Screen, label: str, text: str) -> list[list[str]]:
 
 
 def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]:
-    """Return the facts about a checkpoint as pairs of label and text; empty texts are dropped."""
+    """Return the facts about a checkpoint as pairs of label and text, without pairs whose text is empty."""
     reason = facts["reason"]
     lines = [("format", facts["format"])]
     if reason is None:
@@ -299,7 +309,7 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
 
 
 def _run_lines(screen: Screen, run: JsonFacts) -> list[tuple[str, str]]:
-    """Describe the Megatron run that saved a checkpoint."""
+    """Describe the Megatron training run that saved a checkpoint."""
     words = [f"{key} {run[key]}" for key in _RUN_FACTS if key in run]
     degrees = " ".join(f"{axis} {size}" for axis, size in run.get("parallel", {}).items())
     words += [f"saved by {degrees}"] if degrees else []
@@ -322,7 +332,7 @@ def _run_lines(screen: Screen, run: JsonFacts) -> list[tuple[str, str]]:
 
 
 def _describe_left_behind(screen: Screen, reasons_by_name: dict[str, str]) -> str:
-    """Describe which checkpoint entries a conversion would leave behind, and why."""
+    """Describe which checkpoint entries a conversion would leave out, and why."""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in reasons_by_name.items():
         names_by_reason.setdefault(str(reason), []).append(name)
@@ -332,7 +342,7 @@ def _describe_left_behind(screen: Screen, reasons_by_name: dict[str, str]) -> st
 
 
 def _group(group: ParamGroup) -> str:
-    """Describe a parameter group of an optimizer, without unset values."""
+    """Describe a parameter group of an optimizer, without its unset values."""
     settings = [f"{key}={value}" for key, value in group.items() if key != PARAMS and value is not None]
     return f"{plural(len(group[PARAMS]), 'parameter')}: {' '.join(settings)}"
 

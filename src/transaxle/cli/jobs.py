@@ -1,4 +1,4 @@
-"""`transaxle work` carries out parts of a stored plan; `transaxle clean` removes files left by killed runs."""
+"""`transaxle work` executes work items of a stored plan; `transaxle clean` removes files left by killed runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
 @click.option("--commit", is_flag=True, help="Complete the target, when all items are done.")
 @with_screen
 def work_command(screen: Screen, plan: str, begin: bool, items: tuple[int, ...] | None, commit: bool) -> int:
-    """Carry out a stored plan, or a part of it."""
+    """Execute a stored plan completely, or only some of its work items."""
     if begin + commit + (items is not None) > 1:
         raise click.UsageError("--begin, --items and --commit are three steps; give one of them")
     work = read_plan(plan)

@@ -1,7 +1,7 @@
 """`transaxle families` lists the families that have tables; `transaxle dialects` lists the dialects of these tables.
 
-A table (of the tensor names of a model family) is built in, or comes from a plugin. For one family, `dialects` also
-explains the axes of its tensors.
+A table lists the tensor names of a model family; it is built in, or comes from a plugin package. With the name of a
+family, `transaxle dialects` also explains the axes of the family's tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRACED, _WRITTEN = "tracing", "hand"
 @click.argument("word", required=False)
 @with_screen
 def families_command(screen: Screen, word: str | None) -> int:
-    """List families."""
+    """List the model families that have tables."""
     entries = builtin().everything.entries
     shown = {name: entry for name, entry in entries.items() if _has(word, name, entry)}
     if screen.as_json:
@@ -55,7 +55,7 @@ def families_command(screen: Screen, word: str | None) -> int:
     rows = [[name, _types(name, entry), ", ".join(entry.dialects)] for name, entry in shown.items()]
     if rows:
         screen.table(rows, indent="")
-    advice = "`transaxle dialects FAMILY` says more" if rows else "`transaxle derive` makes tables of other models"
+    advice = "`transaxle dialects FAMILY` explains it" if rows else "`transaxle derive` makes tables of more models"
     screen.note(f"{plural(len(shown), 'family', 'families')} of {len(entries):,}; {advice}")
     return 0
 
@@ -65,7 +65,7 @@ def _has(word: str | None, name: str, entry: Entry) -> bool:
 
 
 def _types(name: str, entry: Entry) -> str:
-    """Return the model types of a family as text; empty if its name is the only one."""
+    """Return the model types of a family as text; return an empty text if the only model type is the family's name."""
     return "" if entry.model_types == (name,) else ", ".join(entry.model_types)
 
 
@@ -84,7 +84,7 @@ def _types(name: str, entry: Entry) -> str:
 @click.argument("family", required=False, shell_complete=complete_with(families))
 @with_screen
 def dialects_command(screen: Screen, family: str | None) -> int:
-    """List dialects."""
+    """List the dialects (the tensor names and layouts of each framework)."""
     all_families = builtin()
     facts: dict[str, Any]
     if family is None:

@@ -19,11 +19,11 @@ UNKNOWN = "unknown family"
 
 
 def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
-    """Describe a checkpoint: format, family, dialect, and amount of data.
+    """Describe a checkpoint in one line: format, family, dialect, and amount of data.
 
     Args:
         checkpoint: the checkpoint with its stored tensor names.
-        view: the same checkpoint in the dialect to show.
+        view: the same checkpoint with the tensor names of the dialect to show.
     """
     amounts = totals(view)
     descriptions = [checkpoint.family, view.dialect] if checkpoint.family else [UNKNOWN]
@@ -41,16 +41,16 @@ def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
 
 
 def fold_rows(view: Checkpoint, *, all_names: bool = False) -> list[FoldedRow]:
-    """Return the rows to print for a checkpoint's tensors, in the order of the table of tensor names.
+    """Return the rows to print for a checkpoint's tensors, in the order of the family's table of tensor names.
 
-    Tensors whose names differ only in numbers share a row if their dtypes and shapes are equal.
+    Tensors whose names differ only in their numbers share one row if they have the same dtype and shape.
 
     Args:
-        view: the checkpoint in the dialect to show.
-        all_names: return one row per tensor name, without shared rows.
+        view: the checkpoint with the tensor names of the dialect to show.
+        all_names: whether every tensor name gets its own row.
 
     Returns:
-        Rows, each with the key `(dtype, shape)`.
+        The rows to print, each with the key `(dtype, shape)`.
     """
     if all_names:
         return [FoldedRow(name, (name,), (view[name].dtype, view[name].shape)) for name in view.in_order()]
@@ -58,13 +58,13 @@ def fold_rows(view: Checkpoint, *, all_names: bool = False) -> list[FoldedRow]:
 
 
 def cells(row: FoldedRow) -> list[str]:
-    """Return a row as printed cells: tensor name, number of tensors, dtype, shape."""
+    """Return a row as the cells to print: tensor name, number of tensors, dtype, shape."""
     dtype, shape = _key(row)
     return [row.name, row.times, dtype, str(list(shape))]
 
 
 def as_json(row: FoldedRow) -> dict[str, Any]:
-    """Return a row as JSON data."""
+    """Return a row of the list as JSON data."""
     dtype, shape = _key(row)
     return {"name": row.name, "count": row.count, "dtype": dtype, "shape": list(shape)}
 
@@ -99,7 +99,7 @@ def _key(row: FoldedRow) -> tuple[str, tuple[int, ...]]:
 @options_of("open")
 @with_screen
 def ls_command(screen: Screen, path: str, seen_as: str | None, options: dict[str, Any]) -> int:
-    """List a checkpoint."""
+    """List the tensors of a checkpoint."""
     with verbs.open(path, **options) as checkpoint:
         view = checkpoint if seen_as is None else checkpoint.as_dialect(seen_as)
         rows = fold_rows(view, all_names=screen.everything)

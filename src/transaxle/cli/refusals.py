@@ -12,16 +12,16 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, UsageError
 MOST = 5
 """Number of refusals that are shown without `--all`."""
 _PLACES = 3
-"""Number of rows of tensor names that are shown for one refusal."""
+"""Number of rows with tensor names that are shown for one refusal."""
 INTERRUPTED = 130
-"""Exit code of a program ended by Ctrl-C, as a shell reports it."""
+"""Exit code that a shell reports for a program ended by Ctrl-C."""
 
 
 def print_error(screen: Screen, error: TransaxleError) -> int:
     """Print the error of a command.
 
     Returns:
-        The exit code.
+        The exit code of the command.
     """
     if screen.as_json:
         screen.document(error_document(error))
@@ -32,15 +32,15 @@ def print_error(screen: Screen, error: TransaxleError) -> int:
 
 
 def print_interruption(screen: Screen, code: int, reason: str) -> int:
-    """Print that the user or a signal stopped the command, and in what state that leaves the files.
+    """Print that the user or a signal stopped the command, and in what state the interruption leaves the files.
 
     Args:
         screen: where to print.
-        code: the exit code.
+        code: the exit code of the command.
         reason: `interrupted`, or the name of the signal.
 
     Returns:
-        The exit code.
+        The exit code of the command.
     """
     message = ", ".join(text for text in (reason, screen.way_on or screen.consequence) if text)
     if screen.as_json:
@@ -51,12 +51,12 @@ def print_interruption(screen: Screen, code: int, reason: str) -> int:
 
 
 def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: Callable[..., None]) -> None:
-    """Print the first few refusals, or every refusal with `--all`.
+    """Print the most important refusals of a command, or all of them with `--all`.
 
     Args:
-        screen: where to print; its options say how many refusals are printed.
-        head: first line, such as "refused, nothing was written".
-        refusals: refusals, most important first.
+        screen: where to print; its attribute `everything` (option `--all`) decides how many refusals are printed.
+        head: the text of the first line, such as "refused, nothing was written".
+        refusals: the refusals, the most important first.
         put: function that prints one line.
     """
     count = len(refusals)
@@ -74,7 +74,7 @@ def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: 
 
 
 def _group_refusals(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
-    """Group refusals that differ only in the tensor; groups are in the order of their first refusals."""
+    """Group refusals that differ only in the tensor name. The groups are in the order of their first refusals."""
     groups: dict[object, list[Refusal]] = {}
     for refusal in refusals:
         key = refusal.code, refusal.where.file, refusal.message, refusal.hint
@@ -84,7 +84,7 @@ def _group_refusals(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
 
 def _lines(group: Sequence[Refusal], *, all_rows: bool) -> list[tuple[Text, ...]]:
     """Return the printed lines for a group of refusals: code and tensor names, message, hint."""
-    from transaxle.engine.wording import fold  # imported here, so that --help does not import the engine
+    from transaxle.engine.wording import fold  # imported inside the function, so that --help does not import the engine
 
     model = group[0]
     rows = [
@@ -114,7 +114,7 @@ def _outcome(error: TransaxleError) -> str:
 
 
 def error_document(error: TransaxleError) -> dict[str, Any]:
-    """Return the JSON document that describes an error."""
+    """Return the JSON document that describes the error of a command."""
     return error_of(error.exit_code, error.refusals[0].shown().message, *error.refusals)
 
 
@@ -125,7 +125,7 @@ def error_of(exit_code: int, message: str, *refusals: Refusal) -> dict[str, Any]
 
 
 class Stopped(KeyboardInterrupt):
-    """Exception for a signal that asks the process to end.
+    """Exception that is raised when a signal asks the process to end.
 
     Args:
         number: signal number, such as 15 for SIGTERM.
@@ -140,7 +140,7 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """Exit code that a shell reports for a program ended by this signal: 143 for SIGTERM, 129 for SIGHUP."""
+        """The exit code that a shell reports for a program ended by this signal: 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.number
 
 

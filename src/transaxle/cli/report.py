@@ -49,7 +49,7 @@ from transaxle.reports.reporting import write_report
 def report_command(
     screen: Screen, src: str, output: str | None, overwrite: bool, shows: bool, options: dict[str, Any]
 ) -> int:
-    """Write a report of a checkpoint."""
+    """Write a report of a checkpoint as an HTML page."""
     with screen.working("writing the report"):
         how: dict[str, bool] = {"overwrite": overwrite, "values": options["values"]}
         reading = non_default_options(options, OPENING)
@@ -68,6 +68,6 @@ def report_command(
 
 def _default_file(src: str) -> str:
     """Return the default path of a report: a file in the current folder, named after the checkpoint SRC."""
-    # works also if symbolic links form a loop
+    # this function works even if symbolic links form a loop
     name = src.rstrip("/").rpartition("/")[2] if "://" in src else Path(os.path.realpath(src)).name
     return f"{name or 'checkpoint'}.html"

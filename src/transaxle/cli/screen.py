@@ -1,7 +1,8 @@
-"""Output of commands: the result (text or one JSON document) to standard output, other messages to standard error.
+"""Output of the commands. The result, as text or one JSON document, is printed to standard output, and all other
+messages to standard error.
 
-Without a terminal, text has no colours, and progress is a line every few seconds. Tensor names may come from
-hostile files, so control characters are escaped, never sent to the terminal.
+If the output is not a terminal, text has no colours, and progress is printed as one line every few seconds. Tensor
+names may come from hostile files, so control characters in them are escaped before anything is printed.
 """
 
 from __future__ import annotations
@@ -32,23 +33,25 @@ if TYPE_CHECKING:
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST = 20_000
-"""Maximum number of printed characters of one text in a line."""
+"""Largest number of characters that are printed of one text within a line."""
 _SHOWN_ROWS = 20
-"""Number of a list's rows that are shown without `--all`."""
+"""Number of rows of a list that are shown without `--all`."""
 _MOST_MACHINES = 16
-"""Maximum number of machines that get their own progress bar."""
+"""Largest number of machines that each get their own progress bar."""
 _PERIOD = 120.0
-"""Seconds over which a worker's speed is averaged; long, because work items finish rarely."""
+"""Number of seconds over which a worker's speed is averaged; it is long, because a worker rarely finishes a work
+item.
+"""
 _LINE_SECONDS = 5.0
-"""Seconds between two progress lines if there is no terminal."""
+"""Seconds between two progress lines if the output is not a terminal."""
 
 Text = str | tuple[str, str]
-"""A text, or (text, name of its style)."""
+"""A text, or a pair (text, name of the style in which it is printed)."""
 Progress = Callable[[int], None]
 
 
 def printable(text: str) -> str:
-    """Escape control characters in a text, such as ESC; cut the middle out of a very long text."""
+    """Escape control characters in a text, such as ESC, and shorten a very long text by omitting its middle."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], shortened(text, _LONGEST))
 
 
@@ -56,10 +59,10 @@ class Screen:
     """The output of one run of the program.
 
     Args:
-        as_json: print the result or the error as one JSON document.
-        everything: print every row of lists (`--all`).
-        quiet: print only errors and JSON documents.
-        verbose: also print which steps were done, and how long each took.
+        as_json: whether to print the result or the error as one JSON document.
+        everything: whether to print every row of lists (option `--all`).
+        quiet: whether to print only errors and JSON documents.
+        verbose: whether to also print the steps of the command, and how long each step took.
     """
 
     def __init__(
@@ -70,16 +73,18 @@ class Screen:
         self.quiet = quiet
         self.verbose = verbose
         self.consequence = ""
-        """What to print as the consequence if the command fails now, such as `nothing was written`."""
+        """Text that describes the consequence if the command fails now, such as `nothing was written`."""
         self.way_on = ""
-        """Advice to print if the user stops the command now; empty: the consequence is printed instead."""
+        """Advice to print if the user stops the command now; if empty, `consequence` is printed instead."""
         self.on_opened: Callable[[Sequence[Checkpoint]], None] | None = None
         """Function called with the checkpoints that a public function has opened."""
         self.on_planned: Callable[[CheckedPlan], None] | None = None
         """Function called with the plan of a conversion."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Set what is printed if the command fails from now on, and the advice if the user stops the command."""
+        """Set the text that is printed if the command fails from now on, and the advice that is printed if the user
+        stops it.
+        """
         self.consequence, self.way_on = consequence, way_on
 
     def opened(self, *checkpoints: Checkpoint) -> None:
@@ -94,7 +99,9 @@ class Screen:
 
     @property
     def width(self) -> int | None:
-        """Width of the terminal in columns; None if there is no terminal, so that lines may have any length."""
+        """Width of the terminal in columns. None means that the output is not a terminal, so that lines may have any
+        length.
+        """
         return shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
 
     def line(self, *parts: Text) -> None:
@@ -104,11 +111,11 @@ class Screen:
         self._write(sys.stdout, parts)
 
     def note(self, *parts: Text) -> None:
-        """Print one message line to standard error."""
+        """Print one line of messages to standard error."""
         self._write(sys.stderr, parts)
 
     def document(self, data: Mapping[str, Any]) -> None:
-        """Print the result as a JSON document."""
+        """Print the result of the command as a JSON document."""
         try:
             text = json.dumps(data, indent=2, default=_number, allow_nan=False)
         except ValueError:
@@ -120,9 +127,9 @@ class Screen:
         """Print rows in aligned columns.
 
         Args:
-            rows: rows with the same number of cells.
-            indent: text before each row.
-            limit: number of rows to print without `--all`; None: all rows.
+            rows: the rows to print, each with the same number of cells.
+            indent: text printed before each row.
+            limit: number of rows to print without `--all`; None means all rows.
 
         Returns:
             The number of rows that were not printed.
@@ -146,15 +153,17 @@ class Screen:
 
     @contextmanager
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> Iterator[Progress]:
-        """Show progress in bytes on standard error: a bar, or without a terminal a line every few seconds.
+        """Show progress in bytes on standard error, as a bar; if standard error is not a terminal, as one line every
+        few seconds.
 
         Args:
-            total: total number of bytes.
-            label: name of the activity.
-            stays: leave the bar on the screen, and show `finishing` from its last byte to the end of the `with` block.
+            total: number of bytes at the end of the activity.
+            label: name of the activity, printed beside the bar.
+            stays: whether the bar stays on the screen, and shows `finishing` from its last byte to the end of the
+                `with` block.
 
         Yields:
-            A function to call with each number of bytes that is newly done.
+            A function that the caller calls with each number of newly processed bytes.
         """
         counted = _ByteCounter(label, total)
         if self.quiet:
@@ -168,10 +177,11 @@ class Screen:
 
     @contextmanager
     def workers(self) -> Iterator[Watch]:
-        """Show the progress of several workers on standard error: one bar for all workers, and one per machine.
+        """Show the progress of several workers on standard error: one bar for all workers together, and one bar per
+        machine.
 
-        With `--json`, print each event as a line of JSON instead. The context manager yields the function to call with
-        each event.
+        With `--json`, print each event of a worker as a line of JSON instead. The context manager yields the function
+        to call with each event of a worker.
         """
         if self.as_json:
             yield _json_line
@@ -222,11 +232,11 @@ class Screen:
 
 
 class _ByteCounter:
-    """Thread-safe counter of bytes done, which can print progress.
+    """Thread-safe counter of processed bytes, which can print the progress.
 
     Args:
         label: name of the activity.
-        total: total number of bytes.
+        total: number of bytes at the end of the activity.
     """
 
     def __init__(self, label: str, total: int) -> None:
@@ -239,12 +249,12 @@ class _ByteCounter:
         self._counting = threading.Lock()
 
     def print_with(self, tell: Callable[[str], None]) -> _ByteCounter:
-        """Print the progress every few seconds with the function `tell`; return the counter."""
+        """Make the counter print the progress every few seconds with the function `tell`; return the counter."""
         self._print = tell
         return self
 
     def pass_to(self, advance: Progress) -> _ByteCounter:
-        """Pass each number of newly done bytes on to `advance`; return the counter."""
+        """Make the counter pass each number of newly processed bytes to the function `advance`; return the counter."""
         self._advance = advance
         return self
 
@@ -267,7 +277,7 @@ class _ByteCounter:
 
 
 def _bars(**options: Any) -> Bars:
-    """Return a progress display (of the package rich) for bytes on standard error, with options of rich."""
+    """Return a progress display of the package rich, which shows bytes on standard error."""
     from rich import progress
     from rich.console import Console
 
@@ -291,7 +301,7 @@ def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
 
         def advance(count: int) -> None:
             bar.advance(task, count)
-            if stays and bar.tasks[0].finished:  # files must still be synced and renamed
+            if stays and bar.tasks[0].finished:  # the written files must still be synced and renamed
                 bar.update(task, description="finishing")
 
         yield advance
@@ -304,7 +314,7 @@ def _number(value: Any) -> object:
 
 
 def _with_words(value: Any) -> Any:
-    """Replace NaN and infinite numbers in JSON data by the texts that stand for them."""
+    """Replace NaN and infinite numbers in JSON data by texts such as "NaN"."""
     if isinstance(value, Mapping):
         return {key: _with_words(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

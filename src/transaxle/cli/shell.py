@@ -1,7 +1,7 @@
-"""Bug reports, and completion in bash.
+"""Writes bug reports, and completes words in bash.
 
-A bug report is a file with the traceback and the versions of packages. Bash splits words at colons; therefore click's
-completion fails for `dcp:torchtitan`; `Bash` completes the whole word.
+A bug report is a file with the traceback of an unexpected exception and the versions of packages. Bash splits words at
+colons, so click's completion fails for `dcp:torchtitan`. The class `Bash` completes the whole word.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from transaxle.errors import without_secrets
 _PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")
 """Packages whose versions a bug report lists."""
 _LABELS = ("issues", "bug tracker", "tracker", "repository", "source")
-"""Labels that the package metadata may give to the URL for bug reports, most preferred first."""
+"""Labels under which the package metadata may store the URL for bug reports, the most preferred label first."""
 
 
 def write_report(error: BaseException, arguments: Sequence[str]) -> str:
-    """Write a bug report into a new file, and return advice for the user.
+    """Write a bug report into a new file, and return a text that tells the user where to send it.
 
     Args:
-        error: the unexpected exception.
+        error: the unexpected exception to report.
         arguments: the command line after the program's name.
     """
     head = [
@@ -52,7 +52,7 @@ def write_report(error: BaseException, arguments: Sequence[str]) -> str:
 
 
 def _place() -> str:
-    """Return where to send bug reports: a URL from the metadata of the installed package."""
+    """Return the place where users report bugs: a URL from the metadata of the installed package."""
     try:
         lines = metadata.metadata(NAME).get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
@@ -104,14 +104,16 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class Bash(BashComplete):
-    """Completion in bash: reads the whole typed line, and offers only the part of a word after its first colon."""
+    """Completion in bash. It reads the whole typed line, and offers only the part of a word after the word's first
+    colon.
+    """
 
     source_template = _SOURCE
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """Return (words before the cursor's word, the incomplete word at the cursor)."""
+        """Return (the words before the cursor's word, the incomplete word at the cursor)."""
         line = os.environ.get("COMP_LINE")
-        if line is None:  # the shell still uses the completion script of an earlier Transaxle version
+        if line is None:  # the shell still uses the completion script that an earlier Transaxle version installed
             return super().get_completion_args()
         words = split_arg_string(line)
         if not words or line[-1].isspace():

@@ -1,4 +1,6 @@
-"""Option `--derive` of `plan` and `convert`: derives the table of tensor names of a model that has none."""
+"""Option `--derive` of the commands `plan` and `convert`: derives a table of tensor names for a model that no table
+supports.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,24 @@ _UNKNOWN: Code = "UNKNOWN_FAMILY"
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Discard output of other packages inside the `with` block, so that only the table or JSON document is printed."""
+    """Discard what packages print inside the `with` block, so that only the table or JSON document is printed."""
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         yield
 
 
 def derive_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Callable[[], None]) -> str | None:
-    """Return the path of a table derived for the model, or the user's `--rules` if a table knows the model already.
+    """Return the path of a table derived for the model, or the user's `--rules` if an existing table already supports
+    the model.
 
     Args:
         screen: where to print a note that a table was derived.
         src: path of the checkpoint.
         opening: keyword arguments of `open_checkpoint`.
-        check: called before a table is derived; raises an error if the conversion would fail anyway.
+        check: function called before a table is derived; it raises an error if the conversion would fail anyway.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY if the checkpoint does not say which model type it has.
-        TransaxleError: any error of `open_checkpoint`, `check` and `from_transformers`.
+        UsageError: with code UNKNOWN_FAMILY, if the checkpoint does not name its model type.
+        TransaxleError: any error raised by `open_checkpoint`, `check` or `from_transformers`.
     """
     with open_checkpoint(src, **opening) as source:
         try:
@@ -80,11 +83,11 @@ def derive_rules(screen: Screen, src: str, opening: Mapping[str, Any], check: Ca
 
 
 def check_dialect(to: str) -> None:
-    """Refuse a conversion target (dialect or format) that a derived table cannot have.
+    """Refuse a conversion target (dialect or file format) that a derived table cannot produce.
 
     Raises:
-        UsageError: AMBIGUOUS for an unknown dialect.
-        Refused: UNSUPPORTED for a file format that Transaxle cannot write.
+        UsageError: with code AMBIGUOUS, if the dialect is unknown.
+        Refused: with code UNSUPPORTED, if Transaxle cannot write the file format.
     """
     from transaxle.derivation.table import Labels
     from transaxle.engine.plan.conversion import parse_to
@@ -106,7 +109,7 @@ def check_target(dst: str, *, overwrite: Overwrite, resume: bool) -> None:
 
 
 def _no_type(error: TransaxleError, *, has_config: bool) -> TransaxleError:
-    """Return the error for a checkpoint that does not say which model type it has."""
+    """Return the error for a checkpoint that does not name its model type."""
     why = "its config.json has no model_type" if has_config else "it has no config.json"
     first = error.refusals[0]
     return refuse(

@@ -1,1 +1,3 @@
-"""Planning, executing, verifying and comparing conversions; a plan is plain data that already holds every decision."""
+"""Planning, executing, verifying and comparing conversions. A plan is plain data that already contains every
+decision.
+"""

@@ -1,21 +1,23 @@
-"""The files of a peft adapter, rewritten for a different dialect of its base model.
+"""The files of a peft adapter (LoRA), rewritten for a base model in a different dialect.
 
-**Conversion**: an adapter's files, rewritten as an adapter of the same model in another dialect.
+**Conversion**: an adapter's files are rewritten as an adapter of the same base model in a different dialect.
 
-The names are those that peft gives to the modules and parameters of a model whose weights have the dialect's names. The
-tables need to know the whole model, of which an adapter changes only a part: so its config is needed.
+The tensor names are those that peft uses if the model's weights have the names of that dialect. An adapter changes only
+some weights, but the conversion tables describe the whole model. So the base model's config is needed.
 
-**Factors**: where the elements of A and B go if the weight that they change has another layout.
+**Factors**: where the elements of the factors A and B are placed if the weight that they change has a different layout.
 
-A weight's change is `B @ A`, so the axes of its rows are those of B, and the axes of its columns those of A. If several
-weights become one, their ranks are put side by side, and B is zero outside of its blocks, which is the same change;
-weights with the same A share its ranks. Nothing is computed: every value of the new factors is one of the old ones, or
-zero.
+The change of a weight is `B @ A`. So the axes of the weight's rows are those of B, and the axes of its columns are
+those of A. If several weights are joined into one, their rank indices (columns of B, rows of A) are concatenated, and B
+is zero outside of the blocks of each weight. The change stays the same. Weights with the same A share its rank indices.
+No value is computed: every value of the new factors is copied from an old factor, or is zero.
 
-**Names and settings**: the names of an adapter's tensors, and its adapter_config.json, as peft writes them.
+**Names and settings**: the names of an adapter's tensors and its file adapter_config.json are written as peft writes
+them.
 
-Modules and parameters are listed by their full paths, which mean the same in every model that has them. peft nests the
-parameters of one module in the order of the module: here, the order of the table's lines.
+Modules and parameters are listed by their full paths, which are unambiguous in every model that contains them. If
+several parameters of one module change, peft nests them in the module's order; this module uses the order of the lines
+in the dialect's table.
 """
 
 from __future__ import annotations
@@ -44,34 +46,34 @@ from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, Virtual
 from transaxle.move.journal import digest
 
 _RANK = "\0rank"
-"""Name of the axis that the factors A and B share: the rank of the low-rank change."""
+"""Name of the axis that the factors A and B share; its size is the rank of the low-rank change."""
 _WHOLE = ""
-"""Name of the only component (logical tensor) that a stored factor has."""
+"""Name of the single component (logical tensor) of a stored factor."""
 _OUT, _IN, _STACK = "rows", "columns", "matrices"
 WAY = "Merge it into the base:  transaxle convert BASE OUT --to hf --merge ADAPTER."
 _EVERY = -1
-"""Place of a change that applies to all matrices of a stack."""
+"""Index that stands for all matrices of a stack of matrices."""
 _Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FactorPair:
-    """The factors A and B that change a weight in the target dialect."""
+    """The LoRA factors A and B that change one weight of the target dialect."""
 
     first: Target
-    """Target of A: `[matrices * rank, in]`."""
+    """Where the values of A come from; A has the shape `[matrices * rank, in]`."""
     second: Target
-    """Target of B: `[out, rank * matrices]`."""
+    """Where the values of B come from; B has the shape `[out, rank * matrices]`."""
     rank: int
-    """Rank of each matrix."""
+    """Rank of the change of each matrix."""
     scaling: float
     """Factor by which the product `B @ A` is multiplied."""
     dims: int
-    """Number of dims of the weight."""
+    """Number of dims of the changed weight."""
     swapped: bool
-    """Whether the weight is stored as `[in, out]` instead of `[out, in]`."""
+    """Whether the changed weight is stored as `[in, out]` instead of `[out, in]`."""
     embedding: bool
-    """Whether the weight is that of an embedding."""
+    """Whether the changed weight belongs to an embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,10 @@ class _Term:
     change: LowRank
     origin: Origin
     shares: tuple[Share, ...]
-    """For each dim of the target, the share that the source weight fills."""
+    """For each dim of the target weight, the share of the dim that the source weight fills."""
 
     def roles(self) -> dict[str, str]:
-        """Return axis -> the role of the axis in the weight: stack, rows or columns."""
+        """Return axis -> role of the axis in the weight: stack, rows or columns."""
         *stack, rows, columns = self.origin.layout.shares[self.origin.component]
         if self.change.swapped:
             rows, columns = columns, rows
@@ -96,7 +98,9 @@ class _Term:
         return self.change.first.shape[0] // self.change.matrices
 
     def share_of(self, role: str) -> Share:
-        """Return the source weight's share of the dim that has a given role: stack, rows or columns."""
+        """Return the share of the target's dim with a given role (stack, rows or columns) that the source weight
+        fills.
+        """
         *stack, rows, columns = self.origin.layout.shares[self.origin.component]
         if role == _STACK:
             return stack[0] if stack else Share(0, ())
@@ -107,13 +111,13 @@ def make_factors(target: Target, changes: Mapping[str, LowRank], content: Callab
     """Return the factors A and B of a target weight's change.
 
     Args:
-        target: the weight in the target dialect, composed of weights that the adapter may change.
+        target: the weight in the target dialect, composed of source weights that the adapter may change.
         changes: name of a source weight -> the change that the adapter makes to it.
-        content: returns a key for a tensor; tensors with equal values have equal keys.
+        content: function from a tensor to a key; tensors with equal values have equal keys.
 
     Raises:
-        Refused: UNSUPPORTED if the target's change is no product of factors, or needs several scalings; DTYPE_MIXED if
-            the source factors have different dtypes.
+        Refused: with code UNSUPPORTED, if the target's change is not a product of two factors or needs several
+            scalings; with code DTYPE_MIXED, if the source factors have different dtypes.
     """
     terms = [
         _Term(changes[origin.name], origin, tuple(_share_of_origin(share, origin) for share in shares))
@@ -153,23 +157,24 @@ def make_factors(target: Target, changes: Mapping[str, LowRank], content: Callab
 
 
 def _share_of_origin(share: Share, origin: Origin) -> Share:
-    """Return the part of a dim's share that one stored tensor fills, whose name fixes the index of some axes."""
+    """Return the part of a dim's share that one stored tensor fills; the tensor's name fixes the index of some axes."""
     offset = share.offset + sum(origin.index[axis] * step for axis, _, step in share.axes if axis in origin.index)
     return Share(offset, tuple(axis for axis in share.axes if axis[0] not in origin.index))
 
 
 def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
-    """Return role (rows, columns or stack of matrices) -> the dim of a target weight that has this role.
+    """Return role (rows, columns or stack of matrices) -> index of the target weight's dim that has this role.
 
     Raises:
-        Refused: UNSUPPORTED if a dim has several roles, or if several dims have one role.
+        Refused: with code UNSUPPORTED, if a dim has several roles, or if several dims have the same role.
     """
     dims_by_role: dict[str, set[int]] = defaultdict(set)
     for term in terms:
         roles = term.roles()
         for dim, share in enumerate(term.shares):
             for axis, _, _ in share.axes:
-                if axis in roles:  # an axis without a role only occurs in the target, and the change repeats along it
+                # an axis without a role occurs only in the target weight, and the change repeats along this axis
+                if axis in roles:
                     dims_by_role[roles[axis]].add(dim)
     used = set().union(*dims_by_role.values())
     roles_needed = (_STACK, _OUT, _IN) if len(target.shape) == 3 else (_OUT, _IN)
@@ -177,7 +182,8 @@ def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
         [role for role in roles_needed if not dims_by_role[role]],
         set(range(len(target.shape))) - used,
     )
-    if len(missing_roles) == len(free_dims) == 1:  # a stack whose experts are in names, or a stack of size 1
+    # a stack whose experts are numbered in tensor names, or a stack of size 1
+    if len(missing_roles) == len(free_dims) == 1:
         dims_by_role[missing_roles[0]] = free_dims
     dims = {role: next(iter(places)) for role, places in dims_by_role.items() if len(places) == 1}
     if (
@@ -191,7 +197,7 @@ def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
 
 
 def _check_alike(target: Target, terms: Sequence[_Term]) -> None:
-    """Refuse source weights whose changes a single pair of factors cannot express together."""
+    """Refuse source weights whose changes cannot be expressed together by a single pair of factors."""
     dtypes = {entry.dtype for term in terms for entry in (term.change.first, term.change.second)}
     if len(dtypes) > 1:
         message = (
@@ -212,7 +218,7 @@ def _refuse_fused(target: Target, why: str) -> TransaxleError:
 
 
 def _first_of_each(terms: Iterable[_Term]) -> list[_Term]:
-    """Return, for each different scaling, the first term that has it."""
+    """Return, for each distinct scaling, the first source weight's change that has this scaling."""
     return list({term.change.scaling: term for term in reversed(list(terms))}.values())[::-1]
 
 
@@ -224,10 +230,11 @@ def _list_weights(terms: Iterable[_Term]) -> str:
 def _assign_ranks(
     terms: Sequence[_Term], dims: Mapping[str, int], content: Callable[[Entry], object]
 ) -> tuple[list[tuple[int, bool]], int]:
-    """Assign rank indices of the target's factors to each term (the change of one source weight).
+    """Assign rank indices of the target's factors to the change of each source weight (`_Term`).
 
     Returns:
-        For each term, its first rank index, and whether it shares the A of an earlier term; and the total rank.
+        For each term, its first rank index, and whether it shares the A of an earlier term. The second value is the
+        total rank.
     """
     places = [_place(term, dims.get(_STACK)) for term in terms]
     factors: dict[int, set[str]] = defaultdict(set)
@@ -261,19 +268,23 @@ def _assign_ranks(
 
 
 def _place(term: _Term, stack: int | None) -> int:
-    """Return the index of the matrix that a term changes; `_EVERY` if it changes all matrices."""
+    """Return the index of the matrix that a weight's change applies to; `_EVERY` if it applies to all matrices."""
     if stack is None:
         return 0
     return _EVERY if term.shares[stack].axes else term.shares[stack].offset
 
 
 def _first_factor_share(place: Share, rank: int, ranks: tuple[str, int, int], offset: int) -> Share:
-    """Return a term's share of A's first dim, in which the rows of one matrix are adjacent."""
+    """Return the share of A's first dim that a weight's change fills; the rows of one matrix are adjacent in this
+    dim.
+    """
     return Share(place.offset * rank + offset, (*((axis, size, step * rank) for axis, size, step in place.axes), ranks))
 
 
 def _second_factor_share(place: Share, matrices: int, ranks: tuple[str, int, int], offset: int) -> Share:
-    """Return a term's share of B's last dim, in which the columns of one rank index are adjacent."""
+    """Return the share of B's last dim that a weight's change fills; the columns of one rank index are adjacent in this
+    dim.
+    """
     axis, size, _ = ranks
     return Share(offset * matrices + place.offset, ((axis, size, matrices), *place.axes))
 
@@ -300,16 +311,18 @@ _FLIPPED = "fan_in_fan_out"
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A weight that the adapter changes, with the factors of its change."""
+    """A weight that the adapter changes, with the two factors of its change."""
 
     name: str
-    """Name of the weight."""
+    """Name of the changed weight."""
     factors: FactorPair
     """Factors A and B of the weight's change."""
 
     @property
     def is_parameter(self) -> bool:
-        """Whether peft treats the weight as a mere parameter, and not as that of a linear layer or an embedding."""
+        """Whether peft treats the weight as a single parameter, rather than as the weight of a linear layer or an
+        embedding.
+        """
         return self.factors.dims != 2 or not self.name.endswith(_WEIGHT)
 
     @property
@@ -325,18 +338,18 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that the adapter stores in place of the base model's tensor of that name."""
+    """A tensor that the adapter stores as a replacement for the base model's tensor of the same name."""
 
     name: str
     """Name of the replaced tensor in the base model."""
     target: Target
-    """Values of the tensor, as a target of the adapter's files."""
+    """Where the values of the replacement tensor come from."""
     is_module: bool
-    """Whether the tensor's whole module is trained (`modules_to_save`)."""
+    """Whether the whole module of the tensor is trained (peft's setting `modules_to_save`)."""
 
 
 def refuse_unsupported(modules: Sequence[Module], config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield refusals of modules that peft's names and adapter_config.json cannot express."""
+    """Yield refusals of modules that cannot be expressed by peft's names and adapter_config.json."""
     for module in modules:
         if _alpha(module.factors, config) is None:
             message = (
@@ -368,7 +381,7 @@ def refuse_unsupported(modules: Sequence[Module], config: Mapping[str, Any]) -> 
 
 
 def peft_names(modules: Sequence[Module], saved: Sequence[SavedTensor]) -> dict[str, Target]:
-    """Return name that peft gives to a tensor of the adapter -> the tensor's target."""
+    """Return the name that peft uses for a tensor of the adapter -> where the tensor's values come from."""
     targets: dict[str, Target] = {}
     wrapped: Counter[str] = Counter()
     for module in modules:
@@ -388,18 +401,20 @@ def peft_names(modules: Sequence[Module], saved: Sequence[SavedTensor]) -> dict[
 
 
 def is_flipped(modules: Sequence[Module], config: Mapping[str, Any]) -> bool:
-    """Tell whether weights of linear layers are stored as `[in, out]`; without linear layers, what the config says."""
+    """Return whether the weights of linear layers are stored as `[in, out]`; without linear layers, return the value in
+    the config.
+    """
     flipped = {each.factors.swapped for each in _linear(modules)}
     return flipped.pop() if flipped else bool(config.get(_FLIPPED))
 
 
 def config_of(config: Mapping[str, Any], modules: Sequence[Module], saved: Sequence[SavedTensor]) -> bytes:
-    """Return the text of adapter_config.json.
+    """Return the text of the file adapter_config.json.
 
     Args:
-        config: the source adapter's config.
+        config: the adapter_config.json of the source adapter.
         modules: the weights that the adapter changes.
-        saved: the tensors that the adapter stores in place of the base's.
+        saved: the tensors that the adapter stores as replacements for tensors of the base model.
     """
     ranks = {each.key: each.factors.rank for each in modules}
     alphas = {each.key: _alpha(each.factors, config) or 0.0 for each in modules}
@@ -423,12 +438,14 @@ def config_of(config: Mapping[str, Any], modules: Sequence[Module], saved: Seque
         "layers_to_transform": None,
     }
     if parameters:
-        changed["lora_dropout"] = 0.0  # peft supports no dropout for parameters
+        changed["lora_dropout"] = 0.0  # peft supports no dropout for single parameters
     return json.dumps(changed, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _alpha(factors: FactorPair, config: Mapping[str, Any]) -> float | None:
-    """Return the alpha (integer if possible) that gives exactly the factors' scaling; None if no alpha does."""
+    """Return the setting alpha (an integer if possible) that results in exactly the factors' scaling; None if no alpha
+    does.
+    """
     divisor = math.sqrt(factors.rank) if config.get("use_rslora") else factors.rank
     near = factors.scaling * divisor
     for alpha in (round(near), near, math.nextafter(near, 0), math.nextafter(near, math.inf)):
@@ -438,7 +455,7 @@ def _alpha(factors: FactorPair, config: Mapping[str, Any]) -> float | None:
 
 
 def _most_common(values: Mapping[str, float], default: float) -> float:
-    """Return the most frequent number among the values; `default` if there are no values."""
+    """Return the most frequent number among the given values, or `default` if there are no values."""
     return Counter(values.values()).most_common(1)[0][0] if values else default
 
 
@@ -451,7 +468,7 @@ def _linear(modules: Sequence[Module]) -> list[Module]:
 
 
 def _parameters(modules: Sequence[Module]) -> dict[str, list[Module]]:
-    """Return module path -> changed parameters of the module."""
+    """Return module path -> parameters of that module that the adapter changes."""
     parameters: dict[str, list[Module]] = defaultdict(list)
     for each in modules:
         if each.is_parameter:
@@ -460,20 +477,20 @@ def _parameters(modules: Sequence[Module]) -> dict[str, list[Module]]:
 
 
 _FILE = "\0converted "
-"""Prefix of the names of the virtual files that hold gathered tensors."""
+"""Prefix of the names of the virtual files that contain gathered tensors."""
 _ANY = "F32"
-"""Placeholder dtype of the base's weights: nothing depends on it."""
+"""Placeholder for the dtype of the base model's weights, on which no result depends."""
 Express = Callable[[Container, str, Mapping[str, Any]], Model]
-"""`express(container, label of its dialect or "", config of the model)`: open a container of tensors as a checkpoint.
+"""`express(container, label of its dialect or "", config of the model)` opens a container of tensors as a checkpoint.
 """
 
 
 class _GatheredFile:
-    """A virtual file with the bytes of a target tensor, gathered from its source.
+    """A virtual file with the bytes of a target tensor, which are gathered from source tensors when the file is read.
 
     Args:
         target: the tensor to gather.
-        source: turns the tensor into transfers (reads of byte ranges).
+        source: object that turns the tensor into transfers (reads of byte ranges).
     """
 
     def __init__(self, target: Target, source: Source) -> None:
@@ -493,7 +510,7 @@ def convert_adapter(
     dialect: str,
     express: Express,
 ) -> Container:
-    """Return an adapter's files for the same base model in a different dialect.
+    """Return the files of an adapter for the same base model in a different dialect.
 
     Args:
         adapter: the files of the adapter.
@@ -503,10 +520,11 @@ def convert_adapter(
         express: opens a container of computed tensors as a checkpoint of the model; see `Express`.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS if the base is unknown.
-        Refused: UNSUPPORTED if the adapter is not LoRA, or a change has no factors A and B in the target dialect;
-            MISSING_TENSOR or SHAPE_MISMATCH if it is an adapter of a different model; AMBIGUOUS if a change fits
-            several parameters.
+        UsageError: with code UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if the family, dialect or an axis size of the
+            base model is unknown.
+        Refused: with code UNSUPPORTED, if the adapter is not LoRA, or a change has no factors A and B in the target
+            dialect; with code MISSING_TENSOR or SHAPE_MISMATCH, if the adapter belongs to a different model; with code
+            AMBIGUOUS, if a change fits several parameters.
     """
     lora = Lora(adapter.entries, adapter_settings[1], config)
     reading, base = _base_shapes(adapter, lora, config, express)
@@ -539,11 +557,12 @@ def convert_adapter(
 
 
 def _base_shapes(adapter: Container, lora: Lora, config: Mapping[str, Any], express: Express) -> tuple[Any, Container]:
-    """Return the base's family and dialect, and a container with the shapes of all its tensors.
+    """Return the base model's family and dialect, and a container with the shapes of all its tensors.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if family, dialect or an axis of the base is unknown.
-        Refused: MISSING_TENSOR if the base lacks tensors that the adapter changes.
+        UsageError: with code UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if the family, dialect or an axis size of the
+            base model is unknown.
+        Refused: with code MISSING_TENSOR, if the base model lacks tensors that the adapter changes.
     """
     bare = structs.replace(adapter, carried=(), metadata={}, twins=(), left={}, training=(), unread=())
     targets = lora.targets()
@@ -567,7 +586,7 @@ def _entry(name: str, file: str, dtype: str, shape: tuple[int, ...]) -> Entry:
 def _modules(
     changed_targets: Mapping[str, Target], changes: Changes, source: Source, problems: list[Refusal]
 ) -> Iterator[Module]:
-    """Yield the weights of the target dialect that the adapter changes."""
+    """Yield the weights of the target dialect that the adapter changes, each with its factors."""
     content = lru_cache(None)(lambda name: digest(source.read(name).data))
     for name, target in changed_targets.items():
         if not origin_names(target).isdisjoint(changes.added):
@@ -580,7 +599,7 @@ def _modules(
 def _replacement_tensors(
     changed_targets: Mapping[str, Target], changes: Changes, config: Mapping[str, Any], problems: list[Refusal]
 ) -> Iterator[SavedTensor]:
-    """Yield tensors of the target dialect that the adapter stores in place of the base's tensors."""
+    """Yield the tensors of the target dialect that the adapter stores as replacements for the base model's tensors."""
     whole = tuple(f".{name}" for name in config.get("modules_to_save") or ())
     for name, target in changed_targets.items():
         parts = origin_names(target)
@@ -600,7 +619,7 @@ def _replacement_tensors(
 
 
 def _rename_origins(target: Target, entries: Mapping[str, Entry], dtype: str) -> Target:
-    """Return a target that reads the adapter's tensors instead of the base's tensors."""
+    """Return a copy of a target tensor that reads the adapter's tensors instead of the base model's tensors."""
     parts = tuple(
         part._replace(origins=tuple(structs.replace(origin, name=entries[origin.name].name) for origin in part.origins))
         for part in target.parts
@@ -609,7 +628,7 @@ def _rename_origins(target: Target, entries: Mapping[str, Entry], dtype: str) ->
 
 
 def _refuse_merge_only(changes: Changes) -> Iterator[Refusal]:
-    """Yield refusals of changes that can only be merged: those of convolutions and of resized vocabularies."""
+    """Yield refusals of changes that can only be merged: changes of convolutions and of resized vocabularies."""
     for name, change in changes.added.items():
         if len(change.first.shape) > 2:
             yield Refusal("UNSUPPORTED", "its A and B are those of a convolution", Where(None, name), WAY)
@@ -618,7 +637,9 @@ def _refuse_merge_only(changes: Changes) -> Iterator[Refusal]:
 
 
 def _refuse_lost(changes: Changes, changed_targets: Mapping[str, Target]) -> Iterator[Refusal]:
-    """Yield refusals of changes that reach no target weight, and of changed embeddings that reach several weights."""
+    """Yield refusals of changes that no target weight contains, and of changed embeddings that several weights
+    contain.
+    """
     reach_count = Counter(name for target in changed_targets.values() for name in origin_names(target))
     for name in sorted(set(changes.names) - reach_count.keys()):
         yield Refusal("UNSUPPORTED", "the other dialect has nothing that is made of it", Where(None, name), WAY)
@@ -639,7 +660,9 @@ def _refuse_misfits(changed_targets: Mapping[str, Target], dialect: str) -> Iter
 
 
 def _refuse_copies(checks: Iterable[Check], changed: Collection[str]) -> Iterator[Refusal]:
-    """Yield refusals of weights that the base stores twice, as an adapter may change only one copy."""
+    """Yield refusals of weights that the base model stores twice, because an adapter might change only one of the two
+    copies.
+    """
     for check in checks:
         for name in sorted((origin_names(check.first) | origin_names(check.second)) & set(changed)):
             yield Refusal("UNSUPPORTED", f"the base has it twice: {check.why}", Where(None, name), WAY)

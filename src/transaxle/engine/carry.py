@@ -1,12 +1,14 @@
-"""Executing a plan: the steps for each part of the plan, and the last step, which turns all parts into a checkpoint.
+"""Executing a plan: the steps for each part of the plan, and the last step, which completes the checkpoint after all
+parts.
 
-A part is the whole plan, which the threads of one process execute; a worker's item; or the tensors in the memory of a
-group of ranks. First a part is checked for refusals, then its tensors are moved from the source into a sink. When all
-parts are done, the remaining files and the manifest are written, and the staged files are ready to be committed.
+A part of a plan (`PlanPart`) is either the whole plan, executed by the threads of one process; or the work item of one
+worker process; or the tensors in the memory of a group of ranks. First a part of the plan is checked for refusals, then
+its tensors are moved from the source into files, memory or a comparison. When all parts of the plan are done, the
+remaining files and the manifest are written, and the staged files are ready to be committed.
 
-A queue is work that one thread does from beginning to end. If a target accepts bytes at any offset, each tensor has its
-own queue, and threads share even a single file. A service only accepts the bytes of a file in order: then all tensors
-of a file are in one queue.
+A queue is a list of tensors that one thread moves from the first to the last. If a target accepts bytes at any offset,
+each tensor has its own queue, and several threads can write into one file. A cloud storage service accepts the bytes of
+a file only in order, so there all tensors of a file are in one queue.
 """
 
 from __future__ import annotations
@@ -53,58 +55,60 @@ if TYPE_CHECKING:
 
 
 Sizes = Mapping[str, tuple[float, ...]]
-"""Table name -> amax (largest absolute value) of each matrix, for encoded tensors with global scales."""
+"""Name of an encoded tensor with global scales, as the conversion table spells it -> amax (largest absolute value) of
+each of its matrices.
+"""
 Errors = Mapping[RecodedTensor, tuple[Error, int]]
-"""Step that changes a tensor's values -> the error of the values, and how many values became infinite."""
+"""Step that changes a tensor's values -> the error of the values, and the number of values that became infinite."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
 _AGAIN = "Write it again while nothing changes it, or write a folder, whose digests come last."
 
 
 class PlanPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a plan that is executed together, or the whole plan."""
+    """The tensors of a plan that are executed together: the whole plan, or a part of it."""
 
     versions: tuple[tuple[str, str], ...] = ()
-    """Source files that the part reads, each with the file version for which the plan was made."""
+    """Source files that this part of the plan reads, each with the file version for which the plan was made."""
     tensors: tuple[PlannedTensor, ...] = ()
-    """Tensors to write."""
+    """Tensors that this part of the plan writes."""
     checks: tuple[PlannedCheck, ...] = ()
-    """Pairs of copies to compare."""
+    """Pairs of copies of a tensor that are compared."""
     measures: tuple[RecodedTensor, ...] = ()
-    """Steps (such as casts) whose errors to measure."""
+    """Steps that change values (such as casts) whose errors are measured."""
 
     @property
     def band(self) -> int:
-        """See `Plan.band`."""
+        """The value of `Plan.band` for this part of the plan."""
         return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
 
     @property
     def text(self) -> bytes:
-        """The part as msgpack bytes."""
+        """This part of the plan, encoded as msgpack bytes."""
         return msgspec.msgpack.encode(self)
 
 
 def whole_plan(plan: Plan) -> PlanPart:
-    """Return a whole plan as one part."""
+    """Return a `PlanPart` that contains the whole plan."""
     measures = tuple(step for step in plan.recoded if step.action in MEASURED_BY_READING)
     return PlanPart(tensors=plan.tensors, checks=plan.checks, measures=measures)
 
 
 def prove(part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *, allow_lossy: bool) -> Errors:
-    """Measure the errors of a part of a plan, and check that its copies are equal; decoded and cast tensors are read
-    once for this.
+    """Measure the errors of a part of a plan, and check that copies of a tensor are equal. Decoded and cast tensors are
+    read once for this step.
 
     Args:
-        part: the part of the plan.
+        part: the part of the plan to check.
         storage: storage of the source.
-        recoding: computed tensors of the source.
+        recoding: the source's tensors with computed (decoded, cast or merged) values.
         limit: number of worker threads, and memory of their buffers.
-        allow_lossy: whether values may become infinite; if not, this function refuses them.
+        allow_lossy: whether values may become infinite; if False, infinite values are refused.
 
     Returns:
         The errors of the decoded, cast and merged tensors.
 
     Raises:
-        Refused: LOSSY if values become infinite; UNEQUAL_COPIES if copies differ.
+        Refused: with code LOSSY, if values become infinite; with code UNEQUAL_COPIES, if copies of a tensor differ.
     """
     errors = measure(recoding, part.measures, limit)
     if not allow_lossy:
@@ -127,27 +131,28 @@ def carry(
     target_ranks: Sequence[tuple[int, ...]] | None = None,
     exchange: Exchange | None = None,
 ) -> dict[str, FinishedTensor]:
-    """Move the tensors of a part from the source into files, or only hash them if there are no files.
+    """Move the tensors of a part of a plan from the source into files, or only hash them if there are no files.
 
     Args:
         tensors: the planned tensors to move.
-        storage: storage of the source; with `exchange`, the memory of ranks (then all ranks must make this call).
-        files: the files to write; None: only hash.
+        storage: storage of the source. With `exchange` it is the memory of ranks, and then all ranks must call this
+            function.
+        files: the files to write; None means that the tensors are only hashed.
         limit: number of worker threads, and memory of their buffers.
-        record: called with the name and hash of each finished tensor.
-        progress: called with the number of bytes of each block.
-        span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
-        ordered: whether the bytes of a file must be written in order; None: as the files require.
-        target_ranks: for each tensor, the ranks that write it; empty: each rank writes its own part. None: this process
-            writes all tensors.
-        exchange: moves bytes between ranks; None: this process works alone.
+        record: function called with the name and hash of each finished tensor.
+        progress: function called with the number of bytes of each block.
+        span_size: number of bytes that are hashed together; None means `SPAN`.
+        ordered: whether the bytes of a file must be written in order; None means that `files` decides.
+        target_ranks: for each tensor, the ranks that write it; an empty tuple means that each rank writes its own
+            shard. None means that this process writes all tensors.
+        exchange: moves bytes between ranks; None means that this process works alone.
 
     Returns:
         Tensor name -> hash and error, for each tensor that this process wrote completely.
 
     Raises:
-        TransaxleError: errors of reading, arithmetic and writing; raised only on the rank that met the error, after all
-            exchanges.
+        TransaxleError: an error of reading, arithmetic or writing; it is raised only on the rank that met the error,
+            after all exchanges.
     """
     sizes = measure_amaxes(tensors, limit, partial(Worker, storage, limit))
     errors: dict[str, Error] = {}
@@ -173,7 +178,7 @@ def carry(
 
 
 def check_finished(tensors: Sequence[PlannedTensor], finished: Mapping[str, FinishedTensor], storage: Storage) -> None:
-    """Check tensors that an earlier run finished against the hashes that the source records."""
+    """Check tensors that an earlier run finished against the hashes that the source contains."""
     witness, source_numbers = layer(storage, HashWitness), _source_numbers(tensors, storage)
     if witness is None:
         return
@@ -185,7 +190,9 @@ def check_finished(tensors: Sequence[PlannedTensor], finished: Mapping[str, Fini
 
 
 def _source_numbers(tensors: Sequence[PlannedTensor], storage: Storage) -> dict[int, int]:
-    """Return index of a planned tensor -> number of the source tensor with equal bytes, so that both share a hash."""
+    """Return index of a planned tensor -> number of the source tensor with equal bytes, so that both tensors share one
+    hash.
+    """
     witness = layer(storage, HashWitness)
     if witness is None:
         return {}
@@ -205,14 +212,14 @@ def items_of(
     ordered: bool = False,
     target_ranks: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Item]:
-    """Return planned tensors as work items for threads, keyed by their index.
+    """Return the planned tensors as items for worker threads; the key of an item is the tensor's index.
 
     Args:
-        tensors: planned tensors, in file order.
-        sizes: amax (largest absolute value) of each matrix, from `measure_amaxes`.
-        errors: receives the rounding error of each encoded tensor, by name.
+        tensors: planned tensors, in the order of their files.
+        sizes: amax (largest absolute value) of each matrix, as `measure_amaxes` returns them.
+        errors: dict into which the rounding error of each encoded tensor is written, by tensor name.
         ordered: whether the bytes of a file must be written in order.
-        target_ranks: for each tensor, the ranks that write it, as in `carry`.
+        target_ranks: for each tensor, the ranks that write it, as in the function `carry`.
     """
     queues: Sequence[Hashable] = [None] * len(tensors)
     if ordered:
@@ -232,7 +239,9 @@ def items_of(
 
 
 def file_queues(tensors: Sequence[PlannedTensor]) -> list[str | int]:
-    """Return the queue for each tensor: every file has one queue, and files with a tensor in common share it."""
+    """Return the queue for each tensor. Every file has one queue, and files that have a tensor in common share a
+    queue.
+    """
     together = DisjointSets[str]()
     for tensor in tensors:
         for place in tensor.everywhere[1:]:
@@ -244,7 +253,9 @@ def file_queues(tensors: Sequence[PlannedTensor]) -> list[str | int]:
 
 
 def _blocks(tensor: PlannedTensor, sizes: Sizes, errors: dict[str, Error], worker: Worker) -> Iterator[memoryview]:
-    """Produce the bytes of a planned tensor in order, as blocks that are each valid until the next block."""
+    """Produce the bytes of a planned tensor in order, in blocks; each block is valid until the next block is
+    produced.
+    """
     step = tensor.step
     if step is None:
         try:
@@ -271,7 +282,7 @@ def _values(tensor: PlannedTensor, step: Step, worker: Worker) -> Callable[[Sequ
 def measure_amaxes(
     tensors: Iterable[PlannedTensor], limit: Limits, workers: Callable[..., Worker]
 ) -> dict[str, tuple[float, ...]]:
-    """Read tensors with global scales once, and return name -> amax (largest absolute value) of each matrix."""
+    """Read tensors with global scales once, and return tensor name -> amax (largest absolute value) of each matrix."""
     scaled_tensors = {t.step.tensor: (t, t.step) for t in tensors if t.step is not None and t.step.spec.has_global}
     sizes: dict[str, tuple[float, ...]] = {}
 
@@ -298,25 +309,27 @@ def seal(
     measured: Errors | None = None,
     foretold: Mapping[str, str] | None = None,
 ) -> tuple[MeasuredTensor, ...]:
-    """Turn all written parts into a checkpoint, as the last step of a conversion or save before the commit.
+    """Turn the written parts of a plan into a checkpoint: the last step of a conversion or save before the commit.
 
-    Refuses values that became infinite, checks the source once more, and writes the files that depend on all tensors:
-    copied files, the rest of the tensor files, and the manifest of a folder.
+    The function refuses values that became infinite, and checks the source once more. Then it writes the files that
+    depend on all tensors: copied files, the rest of the tensor files, and the manifest of a folder.
 
     Args:
         prepared: the plan with its open source and the layout of its target files.
-        files: the staged files.
+        files: the staged files of the target.
         limit: number of worker threads, and memory of their buffers.
         tensors: name of each written tensor -> its hash and error.
-        measured: errors of decoded, cast and merged tensors.
-        foretold: tensor name -> hash, if digests were written before the tensors; None: digests are written now.
+        measured: errors of the decoded, cast and merged tensors.
+        foretold: tensor name -> hash, if the hashes were written before the tensors; None means that they are written
+            now.
 
     Returns:
         The error of each tensor whose values changed.
 
     Raises:
-        Refused: LOSSY if values became infinite; CORRUPT if the source was changed, or does not match its own hashes.
-        StorageError: IO or NO_SPACE, if files cannot be read or written.
+        Refused: with code LOSSY, if values became infinite; with code CORRUPT, if the source was changed, or does not
+            match its own hashes.
+        StorageError: with code IO or NO_SPACE, if files cannot be read or written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     if measured and not plan.allow_lossy:
@@ -336,7 +349,7 @@ def _write_final_files(
     carried: Mapping[str, str],
     foretold: Mapping[str, str] | None,
 ) -> None:
-    """Write files that depend on the hashes of all tensors and copied files."""
+    """Write the files that depend on the hashes of all tensors and copied files."""
     changed = [name for name, xxh3 in (foretold or {}).items() if tensors[name] != xxh3]
     if changed:
         raise gathered([Refusal("CORRUPT", _BETWEEN, Where(None, name), _AGAIN) for name in changed])
@@ -347,7 +360,7 @@ def _write_final_files(
 
 
 def encoding_errors(plan: Plan, tensors: Mapping[str, FinishedTensor]) -> dict[str, Error]:
-    """Return table name -> rounding error, for the tensors that the plan encodes."""
+    """Return tensor name (as in the conversion table) -> rounding error, for the tensors that the plan encodes."""
     return {each.codes_of: tensors[each.name].error or Error() for each in plan.tensors if each.codes_of is not None}
 
 
@@ -355,9 +368,9 @@ def value_errors(prepared: Prepared, encoded: Mapping[str, Error], measured: Err
     """Return the error of each tensor whose values changed.
 
     Args:
-        prepared: the plan with its source.
-        encoded: errors of encoded tensors, by table name.
-        measured: errors of decoded, cast and merged tensors; the errors of averaged tensors are known already.
+        prepared: the plan with its open source.
+        encoded: tensor name (as in the conversion table) -> error of the encoded tensor.
+        measured: errors of the decoded, cast and merged tensors; the errors of averaged tensors are in the plan.
     """
     steps = prepared.plan.recoded
     means = [step for step in steps if step.action == "averaged"]
@@ -369,18 +382,18 @@ def value_errors(prepared: Prepared, encoded: Mapping[str, Error], measured: Err
 
 
 def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str]) -> Manifest:
-    """Return the manifest of a target.
+    """Return the manifest of a target checkpoint.
 
     Args:
         prepared: the plan with the layout of its target files.
-        tensors: tensor name -> hash.
-        carried: name of a copied file -> hash.
+        tensors: name of each target tensor -> its hash.
+        carried: name of each copied file -> its hash.
     """
     plan = prepared.plan
     fragments_by_file: dict[str, list[Fragment]] = {}
     for fragment in prepared.draft.fragments:
         fragments_by_file.setdefault(fragment.file, []).append(fragment)
-    # Files that hold only tensors are listed too, so that the manifest marks them as files of the checkpoint.
+    # Files that contain only tensors are listed too, so that the manifest marks them as files of the checkpoint.
     for name in prepared.draft.files:
         fragments_by_file.setdefault(name, [])
     files = {name: _file_record(plan.files[name], fragments) for name, fragments in fragments_by_file.items()}
@@ -401,7 +414,7 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
 
 
 def _file_record(file_size: int, fragments: Sequence[Fragment]) -> FileRecord:
-    """Return the manifest's record of a file, from its size and its bytes outside of tensors."""
+    """Return the manifest's record of a file, made from the file's size and its bytes outside of tensors."""
     data = b"".join(fragment.data for fragment in sorted(fragments, key=lambda fragment: fragment.offset))
     return FileRecord(file_size, len(data), digest(data))
 
@@ -411,11 +424,11 @@ class Report:
     """The result of a conversion."""
 
     path: str
-    """Path of the checkpoint, as typed."""
+    """Path of the written checkpoint, as the user typed it."""
     format: str
-    """Container format of the checkpoint."""
+    """Container format of the written checkpoint."""
     dialect: str
-    """Dialect of the checkpoint."""
+    """Dialect of the written checkpoint."""
     tensors: int
     """Number of tensors in the written checkpoint."""
     bytes_read: int
@@ -425,43 +438,46 @@ class Report:
     seconds: float
     """Wall time of the conversion in seconds."""
     checks: int
-    """Number of pairs of copies in the source that proved equal."""
+    """Number of pairs of tensor copies in the source that were compared and proved equal."""
     resumed: int
-    """Number of tensors that an earlier run had finished."""
+    """Number of tensors that an earlier, interrupted run had finished."""
     synced: bool
-    """Whether everything was synced to disk before the rename."""
+    """Whether all files were synced to disk before the checkpoint got its final name."""
     kept: tuple[str, ...]
-    """Tensors without a line in the target dialect, which keep their names."""
+    """Names of tensors that the target dialect does not know; these tensors keep their names."""
     ignored: tuple[str, ...]
-    """Source tensors and files left behind."""
+    """Source tensors and files that were not converted."""
     carried: tuple[str, ...]
-    """Files beside the tensors: copied files, and a config that was adapted to the tensors or given by the user."""
+    """Names of files without tensors: copied files, and a config that was adapted to the tensors or given by the
+    user.
+    """
     recoded: tuple[MeasuredTensor, ...] = ()
     """Tensors that were decoded, encoded or cast, with the errors of their values."""
     stayed: tuple[str, ...] = ()
-    """Plain source tensors that kept their dtype while others were cast."""
+    """Plain source tensors that kept their dtype while other tensors were cast."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """Axis in tensor names whose size the config does not give -> number of indices in the names."""
+    """Axis whose size the config does not state -> size counted from the indices in tensor names."""
     leftovers: tuple[str, ...] = ()
-    """Leftovers of a killed run beside the target, and what happened to these leftovers."""
+    """Files that a killed run left beside the target, and what happened to these files."""
     notes: tuple[str, ...] = ()
-    """Notes on the programs that will use the result: settings that they need, or defaults that they will assume."""
+    """Notes on the programs that will load the result: settings that they need, or defaults that they will assume."""
     workers: Mapping[str, int] = field(default_factory=dict)
-    """If several processes executed the plan: machine and process -> bytes of tensors that the process wrote."""
+    """Machine and process -> bytes of tensors that the process wrote; empty if one process executed the plan."""
     source: str = ""
-    """Path of the source, as typed; for a repository on a hub, with the commit."""
+    """Path of the source, as the user typed it; for a repository on a hub, with the commit."""
     source_against: str = "structure"
-    """Evidence against which the source's bytes were checked: `manifest`; `digests`, stored in a single file; or
-    `structure` if there was neither: then only the format's own checksums reveal damage.
+    """Evidence against which the source's bytes were checked: `manifest` for hashes in transaxle.json; `digests` for
+    hashes stored in a single file; `structure` if the source has no hashes, so that only the checksums of its file
+    format reveal damage.
     """
     verification: Verification | None = None
-    """If requested: check of the result against its manifest, and comparison with the source."""
+    """If the user asked for it, the check of the result against its manifest, and its comparison with the source."""
 
     def __repr__(self) -> str:
         return f"<report {self}>"
 
     def __str__(self) -> str:
-        """Return the line that `print` shows."""
+        """Return the line that `print(report)` shows."""
         special = {"under their own names": self.kept, "left behind": self.ignored, "with other numbers": self.recoded}
         counts = "".join(f", {len(names):,} {label}" for label, names in special.items() if names)
         return (
@@ -495,12 +511,12 @@ def make_report(
 
     Args:
         prepared: the plan with its open source and the layout of its target files.
-        target: path of the written checkpoint, as typed.
+        target: path of the written checkpoint, as the user typed it.
         single: whether the written checkpoint is a single file.
         resumed: number of tensors that an earlier run had finished.
-        recoded: tensors whose values changed, with errors.
-        leftovers: leftovers of a killed run, and what happened to these leftovers.
-        synced: whether everything was synced to disk.
+        recoded: tensors whose values changed, with their errors.
+        leftovers: files that a killed run left, and what happened to these files.
+        synced: whether all files were synced to disk.
     """
     plan = prepared.plan
     return Report(

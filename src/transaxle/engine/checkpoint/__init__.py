@@ -1,1 +1,1 @@
-"""Opening a checkpoint: recognising its model family and its dialect of tensor names, and reading its tensors."""
+"""Opening a checkpoint: recognising its model family and the dialect of its tensor names, and reading its tensors."""

@@ -1,12 +1,12 @@
-"""An open checkpoint: a mapping from names to tensors, in the stored dialect or, lazily, in a different one.
+"""An open checkpoint: a mapping from names to tensors, in the stored dialect or, lazily, in a different dialect.
 
-Nothing is loaded until a tensor is read, and a read touches only the bytes of its box.
+Nothing is loaded until a tensor is read, and reading a box of a tensor reads only the bytes of that box.
 
-A table of a text model also reads that model inside a larger one, where its names follow a prefix such as
-`language_model.`. But it does not know how another framework names the larger model, nor the layer tensors that no line
-reads. Renaming only part of a layer would leave the rest under names that the target framework never looks up. So a
-conversion is refused if some tensors have no known name in the target dialect (`refuse_foreign`,
-`refuse_half_converted`); under its own names such a checkpoint can still be moved.
+The table of a text model also fits such a model inside a larger one, where its names follow a prefix such as
+`language_model.`. But the table does not know how another framework names the tensors outside of the text model, or
+additional tensors in its layers. If only some tensors of a layer were renamed, the target framework would never find
+the others. So a conversion is refused if some tensors have no known name in the target dialect (`refuse_foreign`,
+`refuse_half_converted`). Without a change of dialect, such a checkpoint can still be moved.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, PAR
 from transaxle.spans import stage
 
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
-"""Refusal codes that mean only that tensors are missing."""
+"""Refusal codes that report only missing tensors."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 __all__ = [
     "LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "open_source", "refuse_stateless",
@@ -84,9 +84,9 @@ __all__ = [
 class Checkpoint(TensorSet):
     """An open checkpoint: a mapping from names to `StoredTensor` objects, whose values are read on demand.
 
-    `as_dialect`, `decode`, `cast` and `merge` return lazy views of the same files: under other names, decoded, in
-    a different dtype, or with an adapter merged. Close it with `close()` or a `with` block; closing any view closes the
-    files of all views.
+    `as_dialect`, `decode`, `cast` and `merge` return lazy views of the same files: with different names, with decoded
+    values, with a different dtype, or with an adapter merged. Close a checkpoint with `close()` or a `with` block;
+    closing a view closes the files that it shares with all other views.
 
     Attributes:
         container: the files of the checkpoint.
@@ -126,7 +126,7 @@ class Checkpoint(TensorSet):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The container's metadata; parameter groups use the names of this view."""
+        """The container's metadata, in which parameter groups use the tensor names of this view."""
         metadata = self.container.metadata
         if self._view is None or GROUPS not in metadata:
             return metadata
@@ -134,27 +134,27 @@ class Checkpoint(TensorSet):
 
     @property
     def manifest(self) -> Manifest | None:
-        """The checkpoint's `transaxle.json`; None if there is none, or if files were changed after it was written."""
+        """The checkpoint's `transaxle.json`; None if the file is absent or describes files that have changed."""
         return self.stored_names.manifest
 
     @property
     def catalog(self) -> Catalog:
-        """The stored tensors as the families' tables see them: an encoded tensor with its scales is one entry."""
+        """The stored tensors as table entries: an encoded tensor and its scales are one entry."""
         return self.stored_names.catalog
 
     @property
     def decoded(self) -> Mapping[str, EncodedTensor]:
-        """Table name -> stored encoding, for the tensors that this view shows decoded."""
+        """Tensor name -> stored encoding, for the tensors that this view decodes."""
         return self.stored_names.decoded
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The model's config.json: the user's, or else the checkpoint's own; empty if there is none."""
+        """The content of config.json: the user's file, or else the checkpoint's file; empty without either."""
         return self.stored_names.config
 
     @property
     def reading(self) -> Reading:
-        """Family and dialect of the stored names.
+        """Family and dialect of the stored tensor names.
 
         Raises:
             UsageError: UNKNOWN_FAMILY if no family reads the names; AMBIGUOUS if several do.
@@ -163,30 +163,30 @@ class Checkpoint(TensorSet):
 
     @property
     def sizes(self) -> Sizes:
-        """Axis sizes: the user's, or else the manifest's (unless the user gave a config), or else the config's."""
+        """Axis sizes from the user, else from the manifest (unless the user gave a config), else from the config."""
         return self.stored_names.sizes
 
     @property
     def bound(self) -> BoundNames:
-        """The stored names, matched with the table lines of their dialect."""
+        """The stored tensor names, each matched with a line of the dialect's table."""
         return self.stored_names.bound
 
     @property
     def family(self) -> str | None:
-        """Name of the model family; None if no table reads the names."""
+        """Name of the model family; None if no family's table reads the tensor names."""
         reading = self._reading_or_none()
         return None if reading is None else reading.family.name
 
     @property
     def dialect(self) -> str | None:
-        """Label of the dialect of this view; None if no table reads the names."""
+        """Label of the dialect of this view; None if no family's table reads the tensor names."""
         if self._label is not None:
             return self._label
         reading = self._reading_or_none()
         return None if reading is None else reading.dialect.label
 
     def _reading_or_none(self) -> Reading | None:
-        """Return family and dialect of the names; None if no table reads them and the user named neither."""
+        """Return family and dialect of the tensor names; None if neither a table nor the user tells."""
         reading = self.stored_names.reading_or_error
         if not isinstance(reading, TransaxleError):
             return reading
@@ -197,11 +197,11 @@ class Checkpoint(TensorSet):
 
     @without_gc()
     def translation(self, dialect: str, recode: Recode = same) -> View:
-        """Return the tensors of this checkpoint in a given dialect, together with every refusal.
+        """Return this checkpoint's tensors in a given dialect, together with every refusal of that translation.
 
         Args:
-            dialect: label of the dialect; `identity` for the stored tensors under their own names.
-            recode: (target name, format) -> format to write, where tensors are encoded afterwards.
+            dialect: label of the dialect; `identity` means the stored tensors under their stored names.
+            recode: (target name, its number format) -> number format to encode the tensor in afterwards.
 
         Raises:
             UsageError: UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS, if family, dialect or an axis is unknown.
@@ -232,12 +232,12 @@ class Checkpoint(TensorSet):
     def as_dialect(self, dialect: str) -> Checkpoint:
         """Return a lazy view of the checkpoint in a given dialect; nothing is converted or written.
 
-        Copies of one tensor (ties) are not compared here: `convert`, `verify` and `diff` do that. A LoRA adapter
-        becomes the adapter of the same model in the other dialect; for it, `config` must be the config of the base
-        model.
+        Two copies of one tensor (ties) are not compared by this function; `convert`, `verify` and `diff` compare them.
+        A LoRA adapter becomes an adapter of the same base model in the given dialect; this requires `config` to be the
+        base model's config.
 
         Raises:
-            TransaxleError: every refusal at once.
+            TransaxleError: one error that contains every refusal of the translation.
         """
         if read_text("dialect", dialect, "hf") != IDENTITY and self.stored_names.is_adapter:
             files = in_dialect(self.container, self.config, dialect, self._with_files)
@@ -251,7 +251,7 @@ class Checkpoint(TensorSet):
         return self._remember_step(self._with_translation(view, dialect), "as_dialect", dialect)
 
     def _remember_step(self, view: Checkpoint, method: str, *arguments: Any) -> Checkpoint:
-        """Return a view of this checkpoint, and note how to make it again when it is unpickled."""
+        """Return a view of this checkpoint, and record the call that recreates the view when it is unpickled."""
         if self.reopening is not None and view is not self:
             view.reopening = self.reopening.with_step(method, *arguments)
         return view
@@ -265,7 +265,7 @@ class Checkpoint(TensorSet):
         )
 
     def refuse_foreign(self, dialect: str) -> list[Refusal]:
-        """Return refusals of tensors whose names in a dialect are unknown; raises like `translation`."""
+        """Return refusals of tensors whose names in a dialect are unknown; the errors are those of `translation`."""
         if dialect == IDENTITY:
             return []
         target = pick_dialect(self.reading.family, dialect)
@@ -274,29 +274,29 @@ class Checkpoint(TensorSet):
         )
 
     def refuse_half_converted(self, dialect: str, view: View | None) -> list[Refusal]:
-        """Return refusals of layers in which some tensors get new names, but some would keep their old names."""
+        """Return refusals of layers in which only some tensors would get new names."""
         if dialect == IDENTITY or view is None:
             return []
         target = pick_dialect(self.reading.family, dialect)
         return refuse_half_converted(self.bound, target, self.sizes, view, self.catalog.refusals)
 
     def view_as(self, dialect: str) -> Checkpoint:
-        """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""
+        """Return a view as `as_dialect` does, but accept unknown names, for callers that compare all names."""
         return self._with_translation(self.translation(dialect), dialect)
 
     def with_state_of(self, parameters: frozenset[str] | None) -> Checkpoint:
-        """Return the same view, with the names of the parameters that the target trains; None: unknown.
+        """Return the same view, restricted to the parameters that the target trains; None means that these are unknown.
 
-        Only these parameters have optimizer state in the target, under their names there.
+        Only these parameters have optimizer state in the target, under their target names.
         """
         options = replace(self.settings, trained=parameters)
         return Checkpoint(self.container, options, self._view, self._label, self.undecoded, self.stored_names)
 
     def in_part(self, dialect: str) -> Checkpoint:
-        """Return a view as `as_dialect` does, without tensors that the stored tensors do not fill completely.
+        """Return a view as `as_dialect` does, but omit tensors that the stored tensors fill only in part.
 
         Raises:
-            TransaxleError: all refusals together, except those of missing tensors.
+            TransaxleError: one error with all refusals except those of missing tensors.
         """
         partial = Checkpoint(self.container, replace(self.settings, partial=True), None, None, self.undecoded)
         view, source = partial.translation(dialect), partial.source_of(dialect)
@@ -305,7 +305,7 @@ class Checkpoint(TensorSet):
         return partial._with_translation(replace(view, targets=covered, refusals=remaining), dialect)
 
     def _with_translation(self, view: View, dialect: str) -> Checkpoint:
-        """Return the same checkpoint with the given view of its tensors, or raise the view's refusals."""
+        """Return this checkpoint with the given translation of its tensors, or raise its refusals."""
         from transaxle.engine.duplicates import affine_steps
 
         problems = list(view.refusals)
@@ -320,11 +320,11 @@ class Checkpoint(TensorSet):
         return self._with_view(view, label)
 
     def _with_view(self, view: View | None, label: str | None) -> Checkpoint:
-        """Return a checkpoint with the given view of the same files, which shares their catalog, config and family."""
+        """Return a checkpoint with another view of the same files, and the same catalog, config and family."""
         return Checkpoint(self.container, self.settings, view, label, self.undecoded, self.stored_names)
 
     def with_checks(self, checks: Sequence[Check]) -> Checkpoint:
-        """Return the same view with further pairs of copies that must be equal."""
+        """Return the same view with additional pairs of tensor copies that must be equal."""
         return self._with_view(replace(self.view, checks=(*self.checks, *checks)), self._label)
 
     def without_optimizer(self) -> Checkpoint:
@@ -341,21 +341,21 @@ class Checkpoint(TensorSet):
 
     @property
     def has_state(self) -> bool:
-        """Whether the checkpoint has optimizer state, or only an optimizer's settings, as before the first step."""
+        """Whether the checkpoint has optimizer state, or at least an optimizer's settings (before the first step)."""
         groups = self.container.metadata.get(GROUPS, ())
         return has_state(self.container.entries) or any(group[PARAMS] for group in groups)
 
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
-        """Return a view in which encoded tensors are plain; they are decoded when they are read.
+        """Return a view in which encoded tensors appear as plain tensors; they are decoded when they are read.
 
         Args:
             to: dtype of the decoded values, `bf16` or `fp32`.
-            only: patterns of the table names to decode; default: all encoded tensors.
-            skip: patterns of the table names that stay encoded.
+            only: patterns of the tensor names to decode; the default is all encoded tensors.
+            skip: patterns of the tensor names that stay encoded.
 
         Raises:
-            Refused: encoded tensors whose buffers (codes, scales) cannot be matched.
-            UsageError: AMBIGUOUS for an unknown dtype, and for a pattern that matches no encoded tensor.
+            Refused: if the buffers (codes, scales) of encoded tensors cannot be matched with each other.
+            UsageError: with code AMBIGUOUS, if the dtype is unknown, or a pattern matches no encoded tensor.
         """
         from transaxle.engine.views.decoded import DTYPES, with_decoded
 
@@ -377,9 +377,9 @@ class Checkpoint(TensorSet):
 
         Args:
             to: the dtype to cast to: `bf16`, `fp16` or `fp32`.
-            only: patterns of the names to cast; default: all weights except those that the family's table marks as
-                precise.
-            skip: patterns of names that keep their dtype.
+            only: patterns of the tensor names to cast; the default is all weights except those that the family's table
+                marks as precise.
+            skip: patterns of the tensor names that keep their dtype.
 
         Raises:
             Refused: encoded tensors whose buffers cannot be matched, or codes whose scales are unknown.
@@ -394,7 +394,7 @@ class Checkpoint(TensorSet):
         return self._remember_step(view, "cast", to, only, skip)
 
     def merge(self, adapter: PathLike) -> Checkpoint:
-        """Return a view with a LoRA adapter of peft merged into the weights; closing it also closes the adapter."""
+        """Return a view with a LoRA adapter of peft merged into the weights; `close` also closes the adapter."""
         from transaxle.engine.merging import merge_adapter
 
         files = open_checkpoint(adapter).container
@@ -402,52 +402,52 @@ class Checkpoint(TensorSet):
         return Checkpoint(changed, self.settings, None, None)
 
     def _with_files(self, files: Container, dialect: str, config: Any = None, axes: Any = None) -> Checkpoint:
-        """Return a checkpoint of given files of the same model; an empty dialect means the user's choice, if any."""
+        """Return a checkpoint of other files of this model; an empty dialect means the one that the user chose."""
         options = replace(self.settings, dialect=dialect or self.settings.dialect, axes=axes or self.settings.axes)
         return Checkpoint(files, options if config is None else replace(options, config=config), None, None)
 
     @property
     def stored(self) -> Checkpoint:
-        """The checkpoint under its own names, whatever dialect this view is in."""
+        """The same checkpoint under its stored tensor names, whatever the dialect of this view."""
         return self if self._view is None else self._with_view(None, None)
 
     @property
     def shown_as(self) -> str | None:
-        """Label of this view's dialect if its names differ from the stored ones; None otherwise."""
+        """Label of this view's dialect if its tensor names differ from the stored names; None if they do not."""
         return None if self._label in (None, IDENTITY, self.stored.dialect) else self._label
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """Pairs of stored copies that must be equal, because this view shows only one; none in the stored dialect."""
+        """Pairs of stored copies that must be equal because this view shows only one copy of each."""
         return () if self._view is None else self._view.checks
 
     @cached_property
     def view(self) -> View:
-        """The tensors of this view, as the planner reads them."""
+        """The tensors of this view, in the form that the planner reads."""
         return self.translation(IDENTITY) if self._view is None else self._view
 
     @property
     def targets(self) -> Mapping[str, Target]:
-        """Name in this view -> tensor, with the source tensors from which it is composed."""
+        """Tensor name in this view -> the tensor, with the source tensors from which it is composed."""
         return self.view.targets
 
     @cached_property
     def source(self) -> Source:
-        """What turns the tensors of this view into transfers (reads of byte ranges)."""
+        """The object that turns the tensors of this view into transfers (reads of byte ranges)."""
         return self.source_of(self._label)
 
     def source_of(self, dialect: str | None) -> Source:
-        """Return what turns the tensors of a dialect into transfers; None: the tensors under their stored names."""
+        """Return the object that turns the tensors of a dialect into transfers; None means the stored names."""
         return Source(self.container, None if dialect in (None, IDENTITY) else self.catalog.buffers)
 
     @property
     def encoded(self) -> Mapping[str, EncodedTensor]:
-        """Table name -> encoded tensor of this view, with the names of its buffers."""
+        """Tensor name -> encoded tensor of this view, with the names of its buffers."""
         return self.catalog.encoded if self._label in (None, IDENTITY) else self.view.encoded
 
     @property
     def parameters(self) -> int:
-        """Number of elements in the model's weights; an encoded weight counts decoded, without its scales."""
+        """Number of elements in the model's weights, without scales; an encoded weight counts decoded."""
         parts = {stored for tensor in self.encoded.values() for stored in tensor.parts.values()}
         parts |= self.container.beside
         plain = sum(
@@ -470,7 +470,7 @@ class Checkpoint(TensorSet):
         return isinstance(name, str) and name in self.targets
 
     def in_order(self) -> list[str]:
-        """Return the names in the order of the dialect's table; names that no line reads come last."""
+        """Return the tensor names in the order of the dialect's table; names not in the table are last."""
         order: dict[str, int] = {}
         prefix_length = 0
         try:
@@ -478,7 +478,7 @@ class Checkpoint(TensorSet):
                 lines = pick_dialect(self.reading.family, self.dialect).lines
                 prefix_length = len(self.reading.prefix)
                 order = {line.name.skeleton: number for number, line in reversed([*enumerate(lines)])}
-        except TransaxleError:  # the view is in no dialect of the family
+        except TransaxleError:  # this view is in no dialect of the family
             order = {}
         inner_names = without_wrappers(self) if order else {}
 
@@ -503,7 +503,7 @@ class Checkpoint(TensorSet):
         closed = " · closed" if is_closed(self.container.storage) else ""
         try:
             amount = f"{len(self)} tensors"
-        except TransaxleError as error:  # a repr must not raise: it shows the code of the refusal
+        except TransaxleError as error:  # a repr shows the refusal's code instead of raising
             amount = f"refused: {error.code}"
         return f"<checkpoint {self.path} · {self.format} · {amount}{closed}>"
 
@@ -513,14 +513,14 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 
 def _cut_over_ranks(options: Settings, storage: Storage, names: Sequence[str], config: Any = None) -> Any:
-    """Return how ranks cut parameters according to the tables; the code for it is imported only when it is needed."""
+    """Return how parallel ranks cut parameters according to the tables; the code is imported only when needed."""
     from transaxle.engine.checkpoint.unstated import cutter
 
     return cutter(options)(storage, names, config or {})
 
 
 def _parameter_names(options: Settings, weights: Container, state: Container) -> Mapping[str, str]:
-    """Return the names of an optimizer's numbered parameters; the code for it is imported only when it is needed."""
+    """Return the names of an optimizer's numbered parameters. The code for this is imported only when needed."""
     from transaxle.engine.checkpoint.unstated import names_by_number
 
     def in_memory(weights: Container) -> Mapping[str, tuple[int, ...]]:
@@ -543,24 +543,24 @@ def open_checkpoint(
     merge: PathLike | None = None,
     **options: Any,
 ) -> Checkpoint:
-    """Open a checkpoint of any known format; nothing is loaded, and torch is not imported.
+    """Open a checkpoint of any known format without loading tensors and without importing torch.
 
     Args:
         path: path or URL of a folder or a file.
         decode: `bf16` or `fp32`: show encoded tensors as plain tensors, which are decoded when they are read.
-        dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast to it when they are read.
+        dtype: `bf16`, `fp16` or `fp32`, the dtype to which plain floating-point tensors are cast when they are read.
         only: patterns of the tensor names to decode or cast.
-        skip: patterns of the tensor names to leave as stored.
-        lenient: accept a checkpoint without encoded tensors, without a choice of weights or without optimizer state
-            where an option asks for them: of two compared checkpoints, one may lack them.
+        skip: patterns of the tensor names that keep their stored form.
+        lenient: whether to accept a checkpoint that lacks what an option asks for (encoded tensors, a choice of
+            weights, optimizer state). This is useful if two checkpoints are compared and only one of them has it.
         merge: path of a LoRA adapter to merge into the weights when they are read.
-        **options: the options of `settings`.
+        **options: the options of `engine.checkpoint.settings`.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        StorageError: IO if the path is missing or unreadable.
-        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of the files; MISSING_TENSOR if optimizer state is
-            asked for but the checkpoint has none.
+        TypeError: if an argument has the wrong type.
+        StorageError: with code IO, if the path is missing or unreadable.
+        Refused: with CORRUPT, INCOMPLETE, UNSUPPORTED or other codes, one for every problem of the files; with
+            MISSING_TENSOR, if optimizer state is asked for but the checkpoint has none.
     """
     decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
     only, skip = read_patterns("only", only), read_patterns("skip", skip)
@@ -601,7 +601,7 @@ def open_checkpoint(
 
 
 def refuse_stateless(checkpoint: Checkpoint) -> TransaxleError:
-    """Return the refusal of a checkpoint that lacks the optimizer state that the user asks for."""
+    """Return the error for a checkpoint that lacks the optimizer state that the user asks for."""
     message = "there is no optimizer state to take, which --optimizer (optimizer=) asks for"
     hint = "For the model alone, omit --optimizer (optimizer=)."
     absent = Refusal("MISSING_TENSOR", message, Where(checkpoint.path), hint)
@@ -610,16 +610,16 @@ def refuse_stateless(checkpoint: Checkpoint) -> TransaxleError:
 
 @contextmanager
 def open_source(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """Yield an open checkpoint; close it afterwards if it is opened here, but leave the caller's own open.
+    """Yield an open checkpoint; close it afterwards only if this function has opened it.
 
     Args:
-        argument: the caller's name of the parameter, for errors.
+        argument: the name that the caller uses for the parameter, for errors.
         source: a path, or an open checkpoint.
         reading: options of `open_checkpoint`.
 
     Raises:
-        TypeError: options are given for a checkpoint that is already open.
-        TransaxleError: any error of `open_checkpoint`.
+        TypeError: if options are given for a checkpoint that is already open.
+        TransaxleError: any error that `open_checkpoint` raises.
     """
     if isinstance(source, Checkpoint):
         if reading:
@@ -631,18 +631,18 @@ def open_source(argument: str, source: CheckpointLike, reading: Mapping[str, Any
 
 
 _LISTED = 6
-"""Largest number of tensor names that a refusal lists."""
+"""Largest number of tensor names that one refusal lists."""
 
 
 _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
 
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
-"""Matches the beginning of a tensor name up to and including its layer number."""
+"""Pattern for the beginning of a tensor name, up to and including its layer number."""
 
 
 _COMPUTED = (".inv_freq", ".position_ids")
-"""Last parts of the names of buffers that follow from the config, which older programs stored."""
+"""Last name segments of buffers whose values follow from the config; older programs stored such buffers."""
 
 
 _TABLE = 'add lines for them to a table of your own (--rules FILE, rules="FILE")'
@@ -662,12 +662,12 @@ def refuse_foreign(
     they keep their names, and the report lists them. For tensors inside its layers see `refuse_half_converted`.
 
     Args:
-        bound: the stored names, read through their own dialect.
-        config: the model's config.json; empty if there is none.
-        target: the target dialect; tensors with unknown names keep them if it is the stored dialect.
+        bound: the stored tensor names, matched with the table of their own dialect.
+        config: the model's config; empty if there is none.
+        target: the target dialect; if it is the stored dialect, tensors with unknown names keep these names.
         beside: names of training state, which does not belong to a model.
-        family_given: whether the user named the family: then a wrapped model is converted without its wrapper, if the
-            wrapper contains nothing else.
+        family_given: whether the user named the family; if so, a model inside a wrapper is converted without the
+            wrapper, provided that the wrapper contains nothing else.
     """
     family = bound.family
     top, text = config.get("model_type"), config.get("text_config")
@@ -724,18 +724,18 @@ def refuse_half_converted(
 ) -> list[Refusal]:
     """Refuse tensors that would keep their names inside converted layers or modules.
 
-    Either no table line reads such a tensor, or it is in a layer and the target dialect has no line for it. Tensors
-    outside the layers that a dialect leaves out, such as heads, are no problem.
+    Such a tensor has no line in the table of the stored dialect, or is in a layer and has no line in that of the target
+    dialect. Tensors outside the layers that a dialect omits, such as heads, are not refused.
 
     Args:
-        bound: the stored names, read through their own dialect.
-        target: the target dialect; nothing is refused if it is the stored dialect.
+        bound: the stored tensor names, matched with the table of their own dialect.
+        target: the target dialect; if it is the stored dialect, nothing is refused.
         sizes: axis sizes and config; a tensor that the model lacks according to its config may keep its name.
-        view: the checkpoint in that dialect.
-        file_refusals: refusals of the files; problems that follow from these, or from the view's refusals, are not
+        view: the translation of the checkpoint into the target dialect.
+        file_refusals: refusals of the files; problems that follow from them, or from the view's refusals, are not
             repeated.
     """
-    # If codes and scales could not be matched, no line reads the scales.
+    # If codes and scales could not be matched, no table line reads the scales.
     is_grouped = all(refusal.where.tensor for refusal in file_refusals)
     kept_names = frozenset(view.kept_names if is_grouped and target is not bound.dialect else ())
     refused = tuple(refusal.where.tensor for refusal in (*view.refusals, *file_refusals) if refusal.where.tensor)
@@ -745,7 +745,8 @@ def refuse_half_converted(
         if bound.own.get(name, name) in kept_names and split_slot(name)[1] == WEIGHT
         if not (name.startswith(refused) or is_extra_state(name))
     ]
-    # After a refusal, a tensor may have kept its name because of that, although the target dialect has a line for it.
+    # After a refusal, a tensor may have kept its name because of the refusal, although the target dialect has a line
+    # for it.
     awaited = {part for line in target.lines for part in line.expression.components} if view.refusals else set[str]()
     excepted = awaited.union(bound.family.copies)
     homeless, converted = list[tuple[str, Sequence[str]]](), set[str]()
@@ -776,7 +777,7 @@ def refuse_half_converted(
 
 
 def _layer(bound: BoundNames, name: str, line: Line | None = None) -> str:
-    """Return the beginning of a name up to its layer number, or the layer axis of a stacked tensor; else ""."""
+    """Return the start of a tensor name up to its layer number, or a stacked tensor's layer axis, or "" (no layer)."""
     match = _LAYER.match(bound.own.get(name, name))
     if match is not None or line is None:
         return "" if match is None else match[0]
@@ -785,7 +786,7 @@ def _layer(bound: BoundNames, name: str, line: Line | None = None) -> str:
 
 
 def _modules(bound: BoundNames, name: str) -> Sequence[str]:
-    """Return the modules that contain a tensor, outermost first; none for a buffer that follows from the config."""
+    """Return the modules that contain a tensor, outermost first; empty for a buffer computed from the config."""
     inner_name = bound.own.get(name, name).removeprefix(bound.prefix)
     if inner_name.endswith(_COMPUTED):
         return ()
@@ -793,7 +794,7 @@ def _modules(bound: BoundNames, name: str) -> Sequence[str]:
 
 
 def _exists(bound: BoundNames, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
-    """Tell whether a model of this config has the tensors of a line, apart from `without`; True if no config tells."""
+    """Return whether a model of this config has a table line's tensors, apart from `without`; True without config."""
     index = dict(zip(line.name.axes, position, strict=True))
     tensors = (bound.family.tensors[part] for part in line.expression.components if part not in without)
     return any(sizes.holds(tensor.when, index) is not False for tensor in tensors)
