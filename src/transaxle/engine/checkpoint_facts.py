@@ -1,11 +1,12 @@
 """Data for `info`, `sharding`, `check-rules` and their report pages.
 
-**info**: how a checkpoint is recognised, and its contents.
+**info**: how a checkpoint is recognised, and what it contains.
 
-**sharding**: which rank of a live model has which part of each tensor; plain data on which all ranks agree, to print,
-store as JSON or draw.
+**sharding**: which rank of a live model holds which shard of each tensor. This is plain data on which all ranks agree;
+it can be printed, stored as JSON or drawn.
 
-**check-rules**: what a rules file (a table of tensor names) declares, and which names of a checkpoint it reads.
+**check-rules**: what a rules file (a table of tensor names) declares, and which tensor names of a checkpoint the table
+can read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _FACTS = (
     "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "tie_word_embeddings",
     "torch_dtype", "dtype", "quantization_config",
 )  # fmt: skip
-"""Config keys that `info` shows, because users look for them first."""
+"""Config keys that `info` shows before the others, because users look for them first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +52,33 @@ class Totals:
     optimizer: int
     """Number of stored tensors that are optimizer state."""
     parameters: int
-    """Number of elements in the model's tensors."""
+    """Number of elements in all tensors of the model."""
     bytes: int
     """Size of all tensors in bytes."""
     files: int
-    """Number of files with tensors."""
+    """Number of files that contain tensors."""
 
 
 def totals(checkpoint: Checkpoint) -> Totals:
-    """Count the tensors, parameters, bytes and files of a checkpoint, in the dialect in which it is viewed."""
+    """Count the tensors, parameters, bytes and files of a checkpoint, with the tensors of the dialect in which it is
+    viewed.
+    """
     tensors = list(checkpoint.values())
     tensor_files = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
-    tensor_files.discard(NUMBERS)  # the pseudo-file of plain numbers is no file on disk
+    tensor_files.discard(NUMBERS)  # the entry that stands for plain numbers is not a file on disk
     state = sum(tensor.name.startswith(OPTIMIZER) for tensor in tensors)
     return Totals(len(tensors), state, checkpoint.parameters, sum(t.nbytes for t in tensors), len(tensor_files))
 
 
 def checkpoint_facts(checkpoint: Checkpoint) -> JsonFacts:
-    """Return the facts about a checkpoint that its files' headers tell, without reading tensor data."""
+    """Return the facts about a checkpoint that can be read from its files' headers, without reading tensor data."""
     return {"path": checkpoint.path, **_reading_facts(checkpoint), **_contents(checkpoint)}
 
 
 def _reading_facts(checkpoint: Checkpoint) -> JsonFacts:
-    """Return family and dialect with the facts that depend on both, or the reason why they are unknown."""
+    """Return family and dialect of a checkpoint with all facts that depend on them, or the reason why they are
+    unknown.
+    """
     training_names = checkpoint.container.beside
     facts: JsonFacts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
     facts |= {
@@ -110,7 +115,7 @@ def _reading_facts(checkpoint: Checkpoint) -> JsonFacts:
 
 
 def _contents(checkpoint: Checkpoint) -> JsonFacts:
-    """Return the amount of data by dtype and by file, and whether the files are still as they were written."""
+    """Return the bytes per dtype and per file, and whether the files are unchanged since they were written."""
     amount = totals(checkpoint)
     dtypes: Counter[str] = Counter()
     count: Counter[str] = Counter()
@@ -136,7 +141,7 @@ def _contents(checkpoint: Checkpoint) -> JsonFacts:
 
 
 def _encodings(checkpoint: Checkpoint) -> list[JsonFacts]:
-    """Return the number of tensors in each encoding."""
+    """Return the number of tensors in each number format."""
     count = Counter((tensor.encoding.name, tensor.convention) for tensor in checkpoint.encoded.values())
     return [
         {"encoding": encoding, "convention": convention, "tensors": tensors}
@@ -166,7 +171,7 @@ RankPart = tuple[tuple[tuple[int, int], ...], ...]
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """One tensor of a live model, with the part that each rank holds."""
+    """One tensor of a live model, with the shard that each rank holds."""
 
     name: str
     """Name of the tensor."""
@@ -175,7 +180,7 @@ class ShardedTensor:
     shape: tuple[int, ...]
     """Number of elements along each dim of the whole tensor."""
     held: Mapping[int, RankPart]
-    """Rank -> the part of the tensor that it holds; ranks that hold nothing are absent."""
+    """Rank -> shard of the tensor that it holds; ranks that hold no shard are absent."""
 
     @property
     def nbytes(self) -> int:
@@ -184,13 +189,13 @@ class ShardedTensor:
 
     @cached_property
     def rank_bytes(self) -> dict[int, int]:
-        """Rank -> size in bytes of the part that it holds; ranks that hold nothing are absent."""
+        """Rank -> size in bytes of the shard that it holds; ranks that hold no shard are absent."""
         sizes = {share: self._bytes(share) for share in set(self.held.values())}
         return {rank: sizes[share] for rank, share in sorted(self.held.items()) if sizes[share]}
 
     @cached_property
     def copies(self) -> dict[int, int]:
-        """Rank -> number of ranks that hold the same part of the tensor, including this rank."""
+        """Rank -> number of ranks that hold the same shard of the tensor, including this rank."""
         ranks: dict[RankPart, int] = {}
         for share in self.held.values():
             ranks[share] = ranks.get(share, 0) + 1
@@ -198,7 +203,7 @@ class ShardedTensor:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """For each dim, the number of different parts into which the dim is cut."""
+        """For each dim, the number of different index ranges into which the dim is cut."""
         return tuple(len({share[dim] for share in self.held.values()}) for dim in range(len(self.shape)))
 
     def _bytes(self, share: RankPart) -> int:
@@ -208,25 +213,25 @@ class ShardedTensor:
 
 @dataclass(frozen=True, repr=False)
 class Sharding:
-    """Which rank of a live model has which part of its tensors."""
+    """Which rank of a live model holds which shard of each tensor."""
 
     ranks: tuple[int, ...]
     """Numbers of all ranks of the distributed job."""
     tensors: tuple[ShardedTensor, ...]
     """All tensors of the model; a tensor with several names is listed once."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further name of a tensor -> the name under which `tensors` lists it."""
+    """Additional name of a tensor -> the name under which `tensors` lists the tensor."""
     coordinates: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Rank -> mesh dim -> the rank's coordinate; ranks on no mesh are absent."""
+    """Rank -> mesh dim -> the rank's coordinate along that dim; ranks on no mesh are absent."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the model in bytes, each tensor counted once."""
+        """Size of the model in bytes; each tensor is counted once, however many ranks hold it."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @cached_property
     def rank_bytes(self) -> dict[int, int]:
-        """Rank -> size in bytes of all parts of tensors that the rank holds."""
+        """Rank -> size in bytes of all shards that the rank holds."""
         bytes_by_rank = dict.fromkeys(self.ranks, 0)
         for tensor in self.tensors:
             for rank, count in tensor.rank_bytes.items():
@@ -235,7 +240,9 @@ class Sharding:
 
     @property
     def imbalance(self) -> float:
-        """How far the fullest rank is above the mean: 0 if all ranks hold equally much, 1 for twice the mean."""
+        """How far the largest rank exceeds the mean of all ranks in bytes: 0 if all hold equally much, 1 for twice the
+        mean.
+        """
         sizes = self.rank_bytes.values()
         return max(sizes) * len(sizes) / sum(sizes) - 1 if sum(sizes) else 0.0
 
@@ -252,7 +259,7 @@ class Sharding:
         return f"<sharding {self}>"
 
     def __str__(self) -> str:
-        """Return the line that `print` shows."""
+        """Return the line that `print(sharding)` shows."""
         largest = max(self.rank_bytes.values(), default=0)
         return (
             f"{plural(len(self.tensors), 'tensor')}, {size(self.nbytes)} on {plural(len(self.ranks), 'rank')} · "
@@ -288,18 +295,19 @@ class Sharding:
 _MISSHAPEN: Code = "SHAPE_MISMATCH"
 _TENSORS, _MANIFEST = "the tensors", "transaxle.json"
 _SHOWN_NAMES, _COMPARED_NAMES = 3, 50
-"""Number of tensor names that a refusal shows, and number of names for which it looks for a similar table line."""
+"""Largest number of tensor names that a refusal shows, and of names for which it looks for a similar table line."""
 _NOTHING: JsonFacts = {
     "dialect": None, "unknown": [], "ignored": [], "misshapen": [], "axes": {}, "absent_keys": [], "writes": {},
 }  # fmt: skip
-"""Facts about a model family whose table reads no tensor name of a checkpoint."""
+"""Facts about a model family whose table reads none of a checkpoint's tensor names."""
 
 
 def rules_facts(file: str, checkpoint: str | None = None) -> JsonFacts:
-    """Return what a rules file declares, and which tensor names of a checkpoint its families read.
+    """Return the families that a rules file declares, and which tensor names of a checkpoint they can read.
 
     Raises:
-        TransaxleError: every mistake in the rules file; UNKNOWN_FAMILY if it reads no tensor name of the checkpoint.
+        TransaxleError: every mistake in the rules file; with code UNKNOWN_FAMILY, if its tables read no tensor name of
+            the checkpoint.
     """
     families = settings(rules=file).families
     declared = [families[name] for name, entry in families.entries.items() if not entry.file]
@@ -329,7 +337,7 @@ def _family_facts(family: Family) -> JsonFacts:
 
 
 def _own_statements(family: Family) -> list[JsonFacts]:
-    """Return the statements that a family inherits from its base family but replaces with its own."""
+    """Return the statements of a family that replace statements inherited from its base family."""
     replaced = () if family.written is None else family.written.replaced
     return [
         {
@@ -342,7 +350,7 @@ def _own_statements(family: Family) -> list[JsonFacts]:
 
 
 def _axes_without_size(family: Family) -> list[str]:
-    """Return the axes in tensor names that have no formula, so that only a checkpoint's names tell their size."""
+    """Return the axes without a formula for their size, so that only the tensor names of a checkpoint show it."""
     return [axis for axis, formula in family.axes.items() if formula is None and axis in family.name_axes]
 
 
@@ -352,7 +360,9 @@ def _is_builtin(family: Family, dialect: Dialect) -> bool:
 
 
 def _reads_of(ckpt: str, file: str, family: Family) -> JsonFacts:
-    """Return which tensor names of a checkpoint each dialect of a family reads, and why a dialect cannot be written."""
+    """Return which tensor names of a checkpoint each dialect of a family can read, and why a dialect cannot be
+    written.
+    """
     with open_checkpoint(ckpt, rules=file, family=family.name) as checkpoint:
         names = checkpoint.catalog.entries
         grouped = group(split_slot(name)[0] for name in names)
@@ -378,12 +388,14 @@ def _reads_of(ckpt: str, file: str, family: Family) -> JsonFacts:
 
 
 def reads_any(read: JsonFacts) -> bool:
-    """Tell whether at least one dialect of a family reads at least one tensor name."""
+    """Return whether at least one dialect of a family can read at least one tensor name."""
     return any(read["names_read"].values())
 
 
 def _refuse_unread(ckpt: str, families: Sequence[Family]) -> TransaxleError:
-    """Build the refusal for a rules file that reads no tensor name, with the table line most similar to a name."""
+    """Return the error for a rules file whose tables read no tensor name; it shows the table line most similar to a
+    name.
+    """
     with open_checkpoint(ckpt) as checkpoint:
         names = list(checkpoint)
     lines = {
@@ -406,7 +418,7 @@ def _refuse_unread(ckpt: str, families: Sequence[Family]) -> TransaxleError:
 
 
 def _absent_keys(checkpoint: Checkpoint) -> list[JsonFacts]:
-    """Return the axes in use whose size is unknown because the config lacks the keys of their formulas."""
+    """Return the axes whose size is needed but unknown, because the config lacks the keys in their formulas."""
     sizes, family = checkpoint.sizes, checkpoint.reading.family
     if not sizes.config:
         return []
@@ -429,7 +441,7 @@ def _shapes_differ(read: JsonFacts) -> bool:
 
 
 def _target_facts(checkpoint: Checkpoint, dialect: Dialect) -> JsonFacts:
-    """Return what writing a checkpoint in a given dialect would give, or all refusals."""
+    """Return facts about the result of writing a checkpoint in a given dialect, or all refusals of that conversion."""
     try:
         translation = checkpoint.translation(dialect.label)
     except TransaxleError as error:

@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 
 _STEP = "/step"
-"""End of the names of an optimizer's step counters, which some formats store as tensors of one element."""
+"""End of the names of an optimizer's step counters, which some file formats store as tensors with one element."""
 DifferenceKind = Literal["only_first", "only_second", "shape", "dtype", "encoding", "values", "copies"]
-"""Kinds of difference between the same tensor in two checkpoints."""
+"""Kinds of difference between two checkpoints' tensors of the same name."""
 _SHOWN = 12
 """Largest number of differences that a printed comparison shows."""
 _REALS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""Dtypes whose values can be compared with each other."""
+"""Dtypes of real numbers, whose values can be compared with each other."""
 _WIDEST = "fp32"
-"""Dtype to which encoded tensors are decoded when values are compared."""
+"""Dtype to which encoded tensors are decoded before values are compared."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -55,15 +55,17 @@ class Difference:
     """A tensor that differs between two compared checkpoints."""
 
     name: str
-    """Tensor name in the second checkpoint's dialect; for unequal copies, in the checkpoint with the copies."""
+    """Name of the tensor in the second checkpoint's dialect; for two unequal copies within one checkpoint, the name in
+    that checkpoint.
+    """
     component: str
-    """Names of the logical tensors in the tensor; empty if no family's table reads the tensor."""
+    """Names of the logical tensors that the tensor contains; empty if no family's table reads the tensor."""
     kind: DifferenceKind
-    """Kind of the difference."""
+    """Kind of the difference, such as a different shape."""
     detail: str
-    """Description of the difference, with the state in both checkpoints."""
+    """Description of the difference, with the state of the tensor in both checkpoints."""
     elements: int | None = None
-    """Number of differing elements; None if elements were not counted."""
+    """Number of elements that differ; None if elements were not counted."""
     max_abs: float | None = None
     """Largest absolute difference of two elements; None if values were not measured, or if the dtype has no numbers."""
     rms: float | None = None
@@ -78,26 +80,26 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The result of comparing two checkpoints; as a truth value, true if nothing differs."""
+    """The result of comparing two checkpoints; `bool(comparison)` is true if nothing differs."""
 
     first: str
-    """Path of the first checkpoint, as typed."""
+    """Path of the first checkpoint, as the user typed it."""
     second: str
-    """Path of the second checkpoint, as typed."""
+    """Path of the second checkpoint, as the user typed it."""
     dialect: str | None
     """Dialect in which the checkpoints were compared; None if no family's table reads the tensor names."""
     stored: tuple[int, int]
-    """Number of stored tensors in the first and in the second checkpoint."""
+    """Number of stored tensors in the first checkpoint, and in the second checkpoint."""
     compared: dict[str, int]
-    """Logical tensor -> number of tensors of this kind that both checkpoints have."""
+    """Name of a logical tensor -> number of tensors of this kind that both checkpoints have."""
     parameters: int
-    """Number of elements that were compared."""
+    """Number of tensor elements that were compared."""
     bytes_read: int
     """Number of bytes that were compared, from both checkpoints together."""
     differences: tuple[Difference, ...]
     """All differences, sorted by tensor name."""
     across: Mapping[str, int] = field(default_factory=dict)
-    """Two number formats, as one text -> number of tensors that were compared by value across these formats."""
+    """Two number formats, as one text -> number of tensors whose values were compared between these formats."""
     survey: SurveyResult | None = None
     """Measured differences of every tensor, including equal tensors; None if values were not measured."""
 
@@ -108,23 +110,25 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the checkpoints do not differ at all."""
         return not self.differences
 
     def __bool__(self) -> bool:
-        """Return whether nothing differs."""
+        """Return whether the checkpoints do not differ at all."""
         return self.equal
 
     @property
     def optimizer_only(self) -> bool:
-        """Whether the only differences are optimizer states that one of the checkpoints lacks."""
+        """Whether the only differences are optimizer state that one of the checkpoints lacks."""
         return all(d.kind in {"only_first", "only_second"} and d.name.startswith(OPTIMIZER) for d in self.differences)
 
     def __repr__(self) -> str:
         return f"<comparison {self.first} and {self.second}: {self.verdict}>"
 
     def __str__(self) -> str:
-        """Return the text that `print` shows: the verdict and the first differences, layers and experts folded."""
+        """Return the text that `print(comparison)` shows: the verdict, and the first differences, without repeating
+        layers and experts.
+        """
         keys = [each.kind if each.kind == "values" else each.detail for each in self.differences]
         by_key = {(each.name, key): each for each, key in zip(self.differences, keys, strict=True)}
         rows = fold([each.name for each in self.differences], keys)
@@ -161,7 +165,7 @@ class Comparison:
 
 
 def _describe_group(row: FoldedRow, group: Sequence[Difference]) -> str:
-    """Describe several tensors with the same kind of difference in one line."""
+    """Describe in one line several tensors with the same kind of difference."""
     detail = "the values differ" if row.key == "values" else group[0].detail
     measured = [each.max_abs for each in group if each.max_abs is not None]
     largest = f", max |Δ| {max(measured):.1e}" if measured else ""
@@ -169,19 +173,21 @@ def _describe_group(row: FoldedRow, group: Sequence[Difference]) -> str:
 
 
 def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Return two checkpoints in one dialect, the second checkpoint's, if both are of one family; else both unchanged.
+    """If two checkpoints are of one family, return both in the second checkpoint's dialect; otherwise return both
+    unchanged.
 
-    Padding contains nothing of a model. If the checkpoints have different padding, both are shown in a dialect without
-    padding, preferably that of the first.
+    Padding in a tensor contains no values of the model. So if the checkpoints have different padding, both are
+    expressed in a dialect without padding, preferably the first checkpoint's.
 
     Raises:
-        TransaxleError: the first checkpoint cannot be expressed in the second checkpoint's dialect.
+        TransaxleError: if the first checkpoint cannot be expressed in the second checkpoint's dialect.
     """
     if first.family is None or second.dialect is None or second.family != first.family:
         return first, second
     has_wrappers = bool(first.bound.own or second.bound.own)
     alike = first.dialect == second.dialect and first.reading.prefix == second.reading.prefix and not has_wrappers
-    # Names that a dialect only reads, and state under names of a different dialect, name the same tensors differently.
+    # Both differ in tensor names: names that a dialect only reads, and optimizer state under names of a different
+    # dialect.
     alike = alike and _alternative_names(first) == _alternative_names(second)
     first_view = (
         first
@@ -198,11 +204,14 @@ def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint
             return first if label == first.dialect else first.view_as(label), second.view_as(label)
         except TransaxleError:
             continue
-    return first_view, second  # no dialect without padding fits both: the comparison then reports different lengths
+    # no dialect without padding fits both checkpoints, so the comparison reports different lengths
+    return first_view, second
 
 
 def _parameters_with_state(checkpoint: Checkpoint) -> frozenset[str] | None:
-    """Return the names of parameters with optimizer state, in the checkpoint's dialect; None if there is no state."""
+    """Return the names of parameters with optimizer state, in the checkpoint's dialect; None if it has no optimizer
+    state.
+    """
     states = (parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT)
     return frozenset(name.removeprefix(checkpoint.reading.prefix) for name in states) or None
 
@@ -218,7 +227,7 @@ def _has_padding(dialect: Dialect) -> bool:
 
 
 def _differ_in_padding(first: Checkpoint, second: Checkpoint) -> bool:
-    """Tell whether two checkpoints, both in the second checkpoint's dialect, pad some tensor differently."""
+    """Return whether two checkpoints, both in the second checkpoint's dialect, pad at least one tensor differently."""
     named = [names for (line, _), names in second.bound.names.items() if line.expression.padding]
     tensors = [name for names in named for name in names.values() if name in first and name in second]
     return any(first[name].shape != second[name].shape for name in tensors)
@@ -236,15 +245,16 @@ def compare(
     """Compare two checkpoints.
 
     Args:
-        first: first open checkpoint; `to_common_dialect` tells in which dialect the two are compared.
-        second: second open checkpoint.
-        numeric: measure differences of values; encoded tensors are decoded, and values are compared across number
-            formats. Otherwise tensors are compared byte by byte up to their first difference, and by their encoding.
+        first: the first open checkpoint; `to_common_dialect` decides in which dialect the two are compared.
+        second: the second open checkpoint.
+        numeric: whether to measure differences of values; encoded tensors are then decoded, and values in different
+            number formats are compared. Otherwise tensors are compared byte by byte up to their first difference, and
+            their number formats must be equal.
         limit: number of worker threads, and memory of their buffers.
-        progress: called with the number of bytes of each compared block.
+        progress: function called with the number of bytes of each compared block.
 
     Raises:
-        TransaxleError: the first checkpoint cannot be expressed in the second checkpoint's dialect.
+        TransaxleError: if the first checkpoint cannot be expressed in the second checkpoint's dialect.
     """
     limit = limit or limits()
     counts = len(first), len(second)
@@ -262,7 +272,7 @@ def compare(
         *(ties for ties, _ in without_copies)
     )
     explained |= training_only_in(view, second) | training_only_in(second, view)
-    # tensors that the view adds as zeros correspond to no tensor of the second checkpoint
+    # tensors of zeros that the view adds correspond to no tensor of the second checkpoint
     explained |= {name for name in view if name not in second and not view[name].origins}
     differences += _only_in_one(view, second, explained)
     common = [name for name in view if name in second and name not in explained]
@@ -290,7 +300,9 @@ def compare(
 
 
 def _with_components(differences: Sequence[Difference], first: Checkpoint, second: Checkpoint) -> list[Difference]:
-    """Return the differences with their logical tensors filled in, which a comparison within one dialect leaves out."""
+    """Return the differences with the field `component` filled in, which a comparison within one dialect leaves
+    empty.
+    """
     if all(difference.component for difference in differences):
         return list(differences)
     component_of = components_by_name(first) | components_by_name(second)
@@ -300,7 +312,7 @@ def _with_components(differences: Sequence[Difference], first: Checkpoint, secon
 
 
 def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[str]) -> Iterator[Difference]:
-    """Yield a difference for each tensor that only one checkpoint has and that nothing explains."""
+    """Yield a difference for each tensor that only one checkpoint has, unless an earlier difference explains it."""
     for name, tensor in first.items():
         if name not in second and name not in explained:
             yield Difference(name, tensor.component, "only_first", f"only in {first.path}")
@@ -310,14 +322,16 @@ def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[st
 
 
 def _unequal_copy_differences(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
-    """Yield a difference for each tensor of which a checkpoint has two unequal copies."""
+    """Yield a difference for each tensor of which a checkpoint stores two unequal copies."""
     for problem in _refuse_unequal(checkpoint, [check for check in checkpoint.checks if not check.zero], limit):
         detail = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
         yield Difference(problem.where.tensor or "", "", "copies", detail)
 
 
 def _nonzero_leftovers(view: Checkpoint, limit: Limits) -> Iterator[Difference]:
-    """Yield a difference for each nonzero tensor without a place in the dialect, as only one side has its values."""
+    """Yield a difference for each nonzero tensor that the dialect cannot express, because only one checkpoint has its
+    values.
+    """
     checks = [check for check in view.checks if check.zero]
     for problem in _refuse_unequal(view, checks, limit) if checks else ():
         yield Difference(problem.where.tensor or "", "", "only_first", f"only in {view.path}: {problem.message}")
@@ -326,7 +340,8 @@ def _nonzero_leftovers(view: Checkpoint, limit: Limits) -> Iterator[Difference]:
 def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Collection[str], Checkpoint]:
     """Return the names of a checkpoint's copies of tied tensors, and a view of the checkpoint without these copies.
 
-    A counterpart in a dialect that leaves copies out does not differ, provided that the copies are equal.
+    If the second checkpoint's dialect omits copies of tied tensors, this is no difference, provided that the copies are
+    equal.
     """
     spare = {name for name in checkpoint if name not in counterpart}
     if not spare or checkpoint.family is None or checkpoint.dialect in (None, IDENTITY):
@@ -334,7 +349,7 @@ def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Coll
     try:
         deduplicated = checkpoint.view_as(str(checkpoint.dialect))
     except TransaxleError:
-        return (), checkpoint  # the checkpoint has no view without copies: the missing tensors are then reported
+        return (), checkpoint  # the checkpoint has no view without copies, so the missing tensors are reported
     ties = (
         spare.difference(deduplicated, deduplicated.view.ignored)
         if all(name in checkpoint for name in deduplicated)
@@ -344,7 +359,9 @@ def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Coll
 
 
 def _encoding_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Difference, Collection[str]]]:
-    """Yield tensors that two checkpoints store in different encodings, with all stored names that this explains."""
+    """Yield tensors that two checkpoints store in different number formats, each with the stored names that this
+    difference explains.
+    """
     for name in dict.fromkeys([*first.encoded, *second.encoded]):
         sides = [(side.encoded.get(name), side) for side in (first, second)]
         words = [_storage_format(encoded_tensor, side, name) for encoded_tensor, side in sides]
@@ -361,7 +378,7 @@ def _encoding_differences(first: Checkpoint, second: Checkpoint) -> Iterator[tup
 
 
 def components_by_name(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return stored name -> names of its logical tensors, for each name that the family's table reads."""
+    """Return stored tensor name -> names of its logical tensors, for each name that the family's table reads."""
     if checkpoint.family is None:
         return {}
     bound_names = checkpoint.bound.names.items()
@@ -369,7 +386,7 @@ def components_by_name(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _storage_format(encoded_tensor: EncodedTensor | None, checkpoint: Checkpoint, name: str) -> str:
-    """Return the encoding or dtype in which a checkpoint stores a tensor; empty if it has no such tensor."""
+    """Return the encoding or dtype in which a checkpoint stores a tensor; return "" if it has no such tensor."""
     if encoded_tensor is not None:
         return (
             f"{encoded_tensor.encoding.name} ({encoded_tensor.convention}: {', '.join(sorted(encoded_tensor.parts))})"
@@ -378,7 +395,7 @@ def _storage_format(encoded_tensor: EncodedTensor | None, checkpoint: Checkpoint
 
 
 def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
-    """Return the number formats in which a tensor is stored, even if the view shows it decoded."""
+    """Return the number formats in which a tensor is stored, even if the view decodes the tensor."""
     decoded = {
         origin: encoded_tensor.encoding.name
         for origin in tensor.origins
@@ -388,7 +405,7 @@ def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
 
 
 def _refuse_unequal(view: Checkpoint, checks: Sequence[Check], limit: Limits) -> list[Refusal]:
-    """Return refusals of unequal copies within one checkpoint, as only one copy is compared with the counterpart."""
+    """Return refusals of unequal copies within one checkpoint, because only one of the copies is compared."""
     problems: list[Refusal] = []
     planned = plan_checks(view.source, checks, problems)
     return problems + compare_copies(planned, view.container.storage, limit)
@@ -430,7 +447,9 @@ def _compare_values(
     survey: Survey,
     across: dict[str, int],
 ) -> list[Difference]:
-    """Compare tensors by their values, measure the differences, and count comparisons `across` number formats."""
+    """Compare tensors by their values, measure the differences, and count in `across` the comparisons of different
+    number formats.
+    """
     differences: list[Difference] = []
 
     def compare_tensor(pair: Pair, name: str) -> None:
@@ -457,7 +476,7 @@ def _compare_values(
 
 
 def _mismatch(first: StoredTensor, second: StoredTensor, *, by_value: bool = False) -> Difference | None:
-    """Return a difference in shape or dtype, if there is one; for `by_value`, see `_difference`."""
+    """Return a difference in shape or dtype, or None if there is none; for `by_value`, see `_difference`."""
     if first.shape != second.shape and not (first.name.endswith(_STEP) and first.parameters == second.parameters == 1):
         return Difference(first.name, first.component, "shape", f"{list(first.shape)} and {list(second.shape)}")
     if first.dtype != second.dtype and not (by_value and {first.dtype, second.dtype} <= _REALS):
@@ -468,15 +487,15 @@ def _mismatch(first: StoredTensor, second: StoredTensor, *, by_value: bool = Fal
 def _difference(
     first: StoredTensor, second: StoredTensor, pair: Pair, distance: Distance, *, by_value: bool, progress: Progress
 ) -> Difference | None:
-    """Compare the values of two tensors.
+    """Compare the values of one tensor in two checkpoints.
 
     Args:
-        first: the first checkpoint's tensor.
-        second: the second checkpoint's tensor.
-        pair: reads both tensors block by block.
-        distance: accumulates the differences.
+        first: the tensor of the first checkpoint.
+        second: the tensor of the second checkpoint.
+        pair: object that reads both tensors block by block.
+        distance: object that accumulates the measured differences.
         by_value: whether equal numbers count as equal even if their bits differ.
-        progress: called with the number of bytes of each block.
+        progress: function called with the number of bytes of each block.
     """
     mismatch = _mismatch(first, second, by_value=by_value)
     if mismatch is not None:

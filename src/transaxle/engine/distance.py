@@ -1,6 +1,6 @@
 """Differences between the values of two tensors, accumulated block by block.
 
-A survey measures every tensor of a comparison and notes its place in the model, for the charts of a report.
+A survey measures every tensor of a comparison and records its place in the model, for the charts of a report.
 """
 
 from __future__ import annotations
@@ -26,51 +26,56 @@ if TYPE_CHECKING:
 
 Counts = npt.NDArray[np.int64]
 EXPONENTS = 2048
-"""Number of classes by biased exponent in double precision: class 0 holds numbers below 2**-1022, class `e` numbers
-from 2**(e-1023) up to twice as much, and class 2047 infinities."""
+"""Number of classes into which differences are sorted by their biased exponent in double precision. Class 0 is for
+numbers below 2**-1022, class `e` for numbers from 2**(e-1023) to twice that number, and class 2047 for infinities.
+"""
 _WORD = 8
 """Size in bytes of the largest integers that numpy compares."""
 _STEPS = (0.0, 0.5, 1.0, 2.0)
-"""Bounds of the classes by which differences are counted, in steps between neighbouring codes."""
+"""Bounds of the classes into which differences are sorted by size. The unit is the step between neighbouring codes of a
+number format.
+"""
 _TOLERANCE = 1 + 2**-10
-"""Factor that absorbs the rounding of products; it is closer to 1 than the precision of any code."""
+"""Factor that absorbs the rounding of products; its distance from 1 is smaller than the precision of any code."""
 _CODES = {"F8_E4M3": (3, -6), "F8_E5M2": (2, -14), "F4": (1, 0)}
-"""Safetensors code of a low-precision dtype -> its number of mantissa bits, and its smallest normal exponent."""
+"""Safetensors code of a low-precision dtype -> (number of mantissa bits, smallest normal exponent) of the dtype."""
 
 
 class Rounding:
-    """Accumulates differences from the values of an encoded tensor, measured in steps between the tensor's codes.
+    """Accumulates how much a tensor differs from an encoded tensor, measured in steps between the codes of the encoded
+    tensor.
 
-    A step is the distance between a code and the next larger code, times the scale of the tile: rounding to the nearest
-    code differs by at most half a step.
+    A step is the distance between a code and the next larger code, times the scale of the tile (region with one scale).
+    Rounding to the nearest code differs by at most half a step.
 
     Args:
-        decoder: decoder of the encoded tensor; decoded elements must come in the order in which they are compared.
+        decoder: decoder of the encoded tensor; it must return elements in the order in which they are compared.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self.encoding: Encoding = decoder.tensor.encoding
-        """Encoding of the encoded tensor."""
+        """Number format of the encoded tensor."""
         self.counts: Counts = np.zeros(len(_STEPS) + 1, np.int64)
-        """Numbers of elements in each class: equal, at most half a step apart, at most one step, at most two steps, and
-        further apart."""
+        """Numbers of elements in each class of difference: none, at most half a step, at most one step, at most two
+        steps, and more.
+        """
         self.steps = 0.0
-        """Largest difference in steps between codes."""
+        """Largest difference, in steps between neighbouring codes."""
         self.scales = 0.0
-        """Largest quotient of a difference and the scale of the element's tile."""
+        """Largest quotient of a difference divided by the scale of the element's tile (region with one scale)."""
         self._decoder = decoder
 
     def skip(self, elements: int) -> None:
-        """Count a number of elements as equal."""
+        """Count the given number of elements as equal."""
         self.counts[0] += elements
 
     def add(self, first: int, values: np.ndarray, distance: np.ndarray) -> None:
-        """Count differences of a range of elements.
+        """Count the differences of a range of elements.
 
         Args:
             first: index of the range's first element.
             values: decoded values of the encoded tensor in the range.
-            distance: absolute differences of the compared tensor from these values.
+            distance: absolute differences between the compared tensor and these values.
         """
         scale = self._decoder.scales(first, first + len(values))
         mantissa, least = _CODES[self.encoding.code]
@@ -89,9 +94,9 @@ class Distance:
     """Accumulated differences between the values of two tensors.
 
     Args:
-        counting: whether to count differences by magnitude as well.
-        rounding: if one of the two tensors is encoded, what measures differences in steps between its codes, and
-            whether the encoded tensor is the first.
+        counting: whether to count also how many differences have each magnitude.
+        rounding: if one of the two tensors is encoded, the object that measures differences in steps between its codes,
+            and whether the encoded tensor is the first of the two.
     """
 
     def __init__(self, *, counting: bool = False, rounding: tuple[Rounding, bool] | None = None) -> None:
@@ -100,19 +105,20 @@ class Distance:
         self.largest = 0.0
         """Largest absolute difference of two elements; inf if only one of two elements is NaN."""
         self.counts: Counts | None = np.zeros((2, EXPONENTS), np.int64) if counting else None
-        """Numbers of differing elements: row 0 by the exponent of the difference, row 1 by the exponent of the
-        difference over the second value."""
+        """Numbers of differing elements: row 0 by the exponent of the difference, row 1 by the exponent of the relative
+        difference (divided by the second value).
+        """
         self.rounding = None if rounding is None else rounding[0]
-        """The differences in steps between codes; None if steps are not measured."""
+        """Object that measures the differences in steps between codes; None if steps are not measured."""
         self.of_first = rounding is not None and rounding[1]
-        """Whether the steps are between codes of the first tensor (else of the second)."""
+        """Whether `rounding` uses the codes of the first tensor; otherwise it uses those of the second."""
         self._count = 0
         self._squares = 0.0
         self._second_squares = 0.0
 
     @property
     def squares(self) -> tuple[float, float]:
-        """Sum of the squared differences, and sum of the second tensor's squared values."""
+        """The sum of the squared differences, and the sum of the second tensor's squared values."""
         return self._squares, self._second_squares
 
     @property
@@ -122,13 +128,15 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        """Norm of the difference divided by the norm of the second tensor; inf if only the latter is 0."""
+        """Norm of the difference divided by the norm of the second tensor; inf if only the norm of the second tensor is
+        0.
+        """
         if not self._second_squares:
             return math.inf if self._squares else 0.0
         return math.sqrt(self._squares / self._second_squares) if math.isfinite(self._second_squares) else math.nan
 
     def skip(self, block: memoryview, dtype: str, *, measured: bool) -> None:
-        """Add a block of elements that are equal in both tensors."""
+        """Count a block of elements that are equal in both tensors."""
         if measured:
             values = _wide(block, dtype)
             if self.rounding is not None:
@@ -138,7 +146,7 @@ class Distance:
     def add(
         self, first_block: memoryview, second_block: memoryview, first_dtype: str, second_dtype: str, *, by_value: bool
     ) -> None:
-        """Add the same block of elements from both tensors, as bytes of the given dtypes."""
+        """Measure the same block of elements of both tensors, given as bytes of the given dtypes."""
         x, y = _wide(first_block, first_dtype), _wide(second_block, second_dtype)
         self._sum(y)
         if by_value:
@@ -175,28 +183,29 @@ class Distance:
 
 
 def _wide(block: memoryview, dtype: str) -> np.ndarray:
-    """Return the values of a block in double precision; complex values stay complex."""
+    """Return the values of a block in double precision; complex values remain complex."""
     kind = numpy_dtype(dtype)
     values = np.frombuffer(block, kind)
-    with np.errstate(invalid="ignore"):  # the values may include signaling NaN
-        if kind.names:  # complex numbers of half precision, which numpy lacks
+    with np.errstate(invalid="ignore"):  # the values may include signaling NaNs
+        if kind.names:  # complex numbers of half precision, a type that numpy lacks
             parts = np.stack([values[name].astype(np.float64) for name in kind.names], axis=-1)
             return parts.view(np.complex128).reshape(-1)
         return values.astype(np.complex128 if kind.kind == "c" else np.float64)
 
 
 _EXPERTS = "experts"
-"""Meaning of the expert axis, whose index is no layer number even if it comes first in a tensor name."""
+"""Description of the expert axis. Its index is not a layer number even if it is the first number in a tensor name."""
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Place of a tensor in the model."""
+    """The place of a tensor in the model."""
 
     group: str
-    """Logical tensors and optimizer slot of the tensor, if the family's table reads it; otherwise its name, with `*` in
-    place of numbers."""
+    """Logical tensors and optimizer slot of the tensor, if the family's table reads it; otherwise the tensor's name,
+    with `*` instead of numbers.
+    """
     layer: int | None
-    """Number of the tensor's layer; None if the tensor's name has no layer number."""
+    """Layer number of the tensor; None if the tensor's name contains no layer number."""
 
 
 class Measure(msgspec.Struct, frozen=True):
@@ -207,46 +216,49 @@ class Measure(msgspec.Struct, frozen=True):
     elements: int
     """Number of elements of the tensor."""
     differs: bool
-    """Whether any bits differ, or, if the number formats differ, any values."""
+    """Whether any bits differ; if the number formats of the two tensors differ, whether any values do."""
     changed: int
     """Number of differing elements; 0 if the elements were not measured."""
     largest: float
     """Largest absolute difference of two elements."""
     squares: tuple[float, float]
-    """Sum of the squared differences, and sum of the second tensor's squared values."""
+    """The sum of the squared differences, and the sum of the second tensor's squared values."""
 
 
 class CodeErrors(msgspec.Struct):
-    """Differences from a quantized checkpoint, measured in steps between its codes."""
+    """How much tensors differ from those of a quantized checkpoint, measured in steps between its codes."""
 
     side: str
     """Path of the quantized checkpoint."""
     encoding: str
-    """Encoding of the quantized tensors."""
+    """Number format of the quantized tensors."""
     tensors: int = 0
     """Number of quantized tensors that were compared."""
     counts: list[int] = msgspec.field(default_factory=lambda: [0] * 5)
-    """Numbers of elements that are equal, at most half a step apart, at most one step, at most two, and further apart.
+    """Numbers of elements that are equal, differ by at most half a step, by at most one step, by at most two steps, and
+    by more.
     """
     steps: float = 0.0
-    """Largest difference in steps between codes."""
+    """Largest difference, in steps between neighbouring codes."""
     scales: float = 0.0
-    """Largest quotient of a difference and the scale of the element's tile."""
+    """Largest quotient of a difference divided by the scale of the element's tile (region with one scale)."""
 
 
 class SurveyResult(msgspec.Struct, frozen=True):
-    """All measured differences of a comparison of two checkpoints, by tensor and by group of tensors."""
+    """All measured differences between two checkpoints, by tensor and by group of tensors."""
 
     measures: Mapping[str, Measure]
-    """Tensor name in the second checkpoint's dialect -> measured differences."""
+    """Tensor name in the second checkpoint's dialect -> measured differences of the tensor."""
     counts: Mapping[str, Counts]
-    """Group -> numbers of differing elements: row 0 by the exponent of the difference, row 1 of the relative one."""
+    """Group of tensors -> numbers of differing elements: row 0 by the exponent of the difference, row 1 by that of the
+    relative difference.
+    """
     errors: Mapping[tuple[str, str, str], CodeErrors]
-    """(group, path of the quantized checkpoint, encoding) -> differences in steps between codes."""
+    """(group of tensors, path of the quantized checkpoint, number format) -> differences in steps between codes."""
 
 
 class Survey:
-    """Gathers the measured differences while several threads compare tensors.
+    """Collects the measured differences while several threads compare tensors.
 
     Args:
         first: the first checkpoint, expressed in the second checkpoint's dialect.
@@ -262,7 +274,7 @@ class Survey:
         self._lock = threading.Lock()
 
     def distance(self, name: str) -> Distance:
-        """Return an object that accumulates the differences of one tensor."""
+        """Return a new object that accumulates the differences of one tensor."""
         first, second = self._sides
         rounding = _rounding_of(second, name)
         if rounding is not None:
@@ -297,7 +309,9 @@ class Survey:
 
 
 def _rounding_of(side: Checkpoint, name: str) -> Rounding | None:
-    """Return an object that measures steps between a tensor's codes, if the tensor is decoded and else unchanged."""
+    """Return an object that measures steps between a tensor's codes; None unless decoding is the only change to the
+    tensor.
+    """
     from transaxle.engine.views.decoded import Decoder
 
     tensor = side[name]
@@ -308,16 +322,16 @@ def _rounding_of(side: Checkpoint, name: str) -> Rounding | None:
     if origin not in side.decoded or side.decoded[origin].shape != tensor.shape:
         return None
     if side.family is not None and side.dialect != side.reading.dialect.label:
-        return None  # a translation to a different dialect may change the order of the elements
+        return None  # translating into a different dialect may change the order of the elements
     decoder = side.container.recoding.computed.get(side.container.entries[origin].extents[0].file)
     return Rounding(decoder) if isinstance(decoder, Decoder) else None
 
 
 def tensor_places(checkpoint: Checkpoint) -> dict[str, Place]:
-    """Return tensor name -> place in the model, for all tensors that the family's table reads.
+    """Return tensor name -> place of the tensor in the model, for all tensors that the family's table reads.
 
     Args:
-        checkpoint: a checkpoint in its own dialect.
+        checkpoint: a checkpoint in its stored dialect.
     """
     if checkpoint.family is None:
         return {}
@@ -332,6 +346,8 @@ def tensor_places(checkpoint: Checkpoint) -> dict[str, Place]:
 
 
 def place_of(name: str) -> Place:
-    """Return the place of a tensor that no table reads; the first number in its name counts as its layer."""
+    """Return the place of a tensor that no family's table reads; the first number in the tensor's name is taken as its
+    layer.
+    """
     literals, position = split_name(name)
     return Place("*".join(literals), position[0] if position else None)

@@ -1,19 +1,20 @@
-"""Tensors that a checkpoint stores several times, and tensors that dialects store with different arithmetic.
+"""Tensors that a checkpoint stores several times, and tensors whose values differ between dialects by some arithmetic.
 
-**Copies**: tensors stored twice, and the proof that both copies are equal.
+**Copies**: tensors that are stored twice, and the proof that both copies are equal.
 
-Ties, replicas along a name axis and merged counters are one tensor stored in several places. Only one copy is written
-to the target, so the further copies must prove equal to it, bit by bit, before the target is committed: a `Pair` reads
-or computes two tensors block by block, and compares them.
+Ties, replicas along an axis in tensor names, and merged counters are one tensor stored at several places. Only one copy
+is written to the target. So all other copies must prove equal to it, bit by bit, before the target is committed: a
+`Pair` reads or computes two tensors block by block, and compares them.
 
-**Arithmetic between dialects**: the few tensors that one framework stores shifted, scaled or as an exponential.
+**Arithmetic between dialects**: a few tensors that one framework stores shifted, scaled or as an exponential.
 
-This arithmetic rounds, so it only runs on request. If source and target use the same arithmetic, nothing is computed.
+This arithmetic rounds, so it is done only on request. If source and target use the same arithmetic, nothing is
+computed.
 
-**Averages**: replicas that differ between ranks, replaced by their mean on request.
+**Averages**: replicas that differ between ranks can be replaced by their mean on request.
 
-Each tensor-parallel rank updates replicated parameters by itself. If the copies have drifted apart, a conversion
-refuses them; on request, the target gets the mean of all copies: summed in float64 and rounded once.
+Each tensor-parallel rank updates its replica of a parameter by itself. If these replicas have become different, a
+conversion refuses them. On request, the target gets the mean of all replicas, summed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ from transaxle.spans import stage
 
 
 class TensorPair(NamedTuple, Generic[Task]):
-    """Two tensors of equal size that are to be compared."""
+    """Two tensors of equal size that are to be compared with each other."""
 
     key: Task
-    """Key by which the result names the pair."""
+    """Key of the pair, which identifies the pair in the result."""
     first: Sequence[Transfer]
     """Transfers of the first tensor, sorted by target offset."""
     second: Sequence[Transfer]
@@ -69,13 +70,13 @@ class TensorPair(NamedTuple, Generic[Task]):
 
 
 class Pair:
-    """Two workers in one thread that produce two tensors side by side, with the memory of a single worker.
+    """Two workers in one thread that produce two tensors side by side, with the memory limit of a single worker.
 
     Args:
         first: the source files of the first tensor.
         second: the source files of the second tensor.
-        limit: the limits of one worker.
-        stop: set when the work is cancelled.
+        limit: the memory limit and number of threads of one worker.
+        stop: event that is set when the work is cancelled.
     """
 
     def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
@@ -85,18 +86,18 @@ class Pair:
     def blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, second_size: int | None = None
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Produce two tensors with the same number of elements, in order, block by block.
+        """Produce the bytes of two tensors with the same number of elements, in order, block by block.
 
         Args:
             first: transfers of the first tensor.
             second: transfers of the second tensor.
             size: size of the first tensor in bytes.
-            second_size: size of the second tensor in bytes; None: equal to `size`.
+            second_size: size of the second tensor in bytes; None means the same as `size`.
         """
         first_worker, second_worker = self._workers
         sizes = size, size if second_size is None else second_size
         block_size = min(BLOCK, first_worker.capacity)
-        # blocks have equal numbers of elements, because element sizes are powers of 2
+        # both blocks have the same number of elements, because element sizes are powers of 2
         lengths = [block_size * each // max(*sizes, 1) or 1 for each in sizes]
         yield from zip(
             first_worker.blocks(first, sizes[0], length=lengths[0]),
@@ -105,11 +106,11 @@ class Pair:
         )
 
     def find_different(self, tensors: Iterable[TensorPair[Task]], progress: Progress = no_progress) -> set[Task]:
-        """Compare tensors byte by byte, each at least up to its first differing block.
+        """Compare pairs of tensors byte by byte, each pair at least up to its first differing block.
 
         Args:
-            tensors: the pairs to compare.
-            progress: called with the bytes of each tensor that were just compared.
+            tensors: the pairs of tensors to compare.
+            progress: function called with the number of bytes of each tensor that were just compared.
 
         Returns:
             The keys of the pairs whose tensors differ.
@@ -122,7 +123,7 @@ class Pair:
         return different
 
     def _compare(self, tensor: TensorPair[Task], different: set[Task], progress: Progress) -> None:
-        """Queue steps that compare two tensors, and add the pair's key to `different` if the tensors differ."""
+        """Queue the steps that compare two tensors; add the pair's key to `different` if the tensors differ."""
         key, first, second, size = tensor
         for first_block, second_block in self._note_blocks(first, second, size):
             self._steps.compare(first_block, second_block, partial(different.add, key))
@@ -133,7 +134,9 @@ class Pair:
     def _note_blocks(
         self, first: Sequence[Transfer], second: Sequence[Transfer], size: int
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield memory for blocks of two tensors; the workers' queued steps fill it when they run."""
+        """Yield memory for blocks of two tensors; the workers' queued steps write the blocks into this memory when they
+        run.
+        """
         first_worker, second_worker = self._workers
         ends = block_ends(second if is_whole(first, size) else first, size, first_worker.capacity)
         sides = (
@@ -160,34 +163,34 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     name: str
     """Stored name of the first copy, or name of the target tensor."""
     why: str
-    """The table rule or other reason that makes the two tensors copies of one."""
+    """The table line, or another reason, why both tensors are copies of a single tensor."""
     nbytes: int
     """Size of each copy in bytes."""
     first: tuple[Transfer, ...]
     """Transfers that read the first copy."""
     second: tuple[Transfer, ...]
-    """Transfers that read the second copy, in the layout of the first."""
+    """Transfers that read the second copy in the layout of the first copy."""
     rounded: tuple[str, str] | None = None
-    """Dtypes of both copies, if the second is the first rounded to lower precision."""
+    """Dtypes of both copies, if the second copy is the first copy rounded to lower precision; otherwise None."""
     hint: str = ""
-    """Advice to the user if the copies differ."""
+    """Advice for the user if the copies differ."""
     zero: bool = False
     """Whether the second copy stands for zeros only, so that the first copy must be zero everywhere."""
 
     @property
     def refusal(self) -> Refusal:
-        """The refusal if the copies differ."""
+        """The refusal to report if the copies differ."""
         return unlike(self.name, self.why, self.hint, zero=self.zero)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the check as plain JSON data, in which every number has a key."""
+        """Return the check as plain JSON data, in which every number is named by a key."""
         sides = {side: [each.as_json() for each in getattr(self, side)] for side in _SIDES}
         rounded = None if self.rounded is None else dict(zip(_SIDES, self.rounded, strict=True))
         return {"name": self.name, "why": self.why, "nbytes": self.nbytes, **sides, "rounded": rounded}
 
 
 def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]) -> list[PlannedCheck]:
-    """Plan the comparisons of stored copies; add to `problems` a refusal of each pair that cannot be compared."""
+    """Plan the comparisons of stored copies; for each pair that cannot be compared, add a refusal to `problems`."""
     planned = []
     for check in checks:
         if check.first.dtype != check.second.dtype:
@@ -206,7 +209,7 @@ def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]
 
 
 def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCheck]:
-    """Plan the comparisons that the container format itself requires, such as of replicas on several ranks."""
+    """Plan the comparisons that the file format itself requires, such as of replicas on several ranks."""
     planned = []
     for twin in container.twins:
         first_entry, second_entry = twin.first, twin.second
@@ -241,7 +244,7 @@ def plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedChe
 
 @stage("compare copies")
 def compare_copies(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> list[Refusal]:
-    """Compare stored copies, and return a refusal for each pair that differs."""
+    """Compare stored copies, and return one refusal for each pair that differs."""
     if not checks:
         return []
     refusals: dict[int, Refusal] = {}
@@ -265,7 +268,7 @@ def compare_copies(checks: Sequence[PlannedCheck], reader: Readable, limit: Limi
 
 
 def _rounds_differently(pair: Pair, check: PlannedCheck) -> bool:
-    """Tell whether the second copy, which should be the first copy rounded to lower precision, differs from that."""
+    """Return whether the second copy differs from the first copy rounded to lower precision, which it should equal."""
     if check.rounded is None:
         return False
 
@@ -280,22 +283,24 @@ def _rounds_differently(pair: Pair, check: PlannedCheck) -> bool:
 
 
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})
-"""Dtypes with which arithmetic between dialects is possible; all further dtypes hold codes or integers."""
+"""Dtypes that allow arithmetic between dialects; all other dtypes store codes or integers."""
 
 
 def affine_steps(target: Target, *, allowed: bool) -> AffineSteps | None:
-    """Return the arithmetic that turns source values into a target tensor's values; None if the values are equal.
+    """Return the arithmetic that turns source values into a target tensor's values; None if the values are the same.
 
     Raises:
-        Refused: LOSSY if arithmetic is needed but not allowed; UNSUPPORTED if it is needed inside a fused tensor, for
-            dtypes of codes or integers, or for optimizer state (where only a shift is possible).
+        Refused: with code LOSSY, if arithmetic is needed but not allowed; with code UNSUPPORTED, if arithmetic is
+            needed inside a fused tensor, for dtypes of codes or integers, or for optimizer state (where only a shift is
+            possible).
     """
     changes: list[AffineSteps] = []
     for part in target.parts:
         before, after = (() if rule is None else rule.steps for rule in part.arithmetic)
         changes.append(() if before == after else simplify((*inverse(before), *after)))
     if split_slot(target.name)[1] != WEIGHT:
-        # A shift of a parameter changes neither its gradients nor its moments; a factor or an exponential would.
+        # If a parameter is shifted, its gradients and moments do not change; a factor or an exponential would change
+        # them.
         changes = [
             () if all(kind == AFFINE and scale == 1 for kind, scale, _ in change) else change for change in changes
         ]
@@ -325,54 +330,57 @@ def affine_steps(target: Target, *, allowed: bool) -> AffineSteps | None:
 
 
 def arithmetic_text(target: Target) -> str:
-    """Return the text of the arithmetic in a target tensor's table lines, as written in the tables."""
+    """Return the arithmetic in a target tensor's table lines as text, as the tables write it."""
     texts = [rule.text for part in target.parts for rule in part.arithmetic if rule is not None]
     return " and ".join(dict.fromkeys(texts))
 
 
 _LARGEST = 256 << 20
-"""Size in bytes of the largest replica that can be averaged, because all copies of it are in memory at once."""
+"""Size in bytes of the largest replica that can be averaged; it is limited because all replicas of a tensor are in
+memory at once.
+"""
 _FILE = "\0mean of "
-"""Prefix of the names of the virtual files that hold means."""
+"""Prefix of the names of the virtual files that contain means."""
 
 
 class Mean(msgspec.Struct, frozen=True):
-    """The mean of the replicas of one tensor; see `Computed`."""
+    """The mean of the replicas of one tensor; a kind of `Computed` tensor."""
 
     entry: Entry
-    """Catalog entry of the averaged tensor."""
+    """Catalog entry of the tensor whose replicas are averaged."""
     data: bytes
-    """Bytes of the mean's values."""
+    """Bytes of the mean values."""
     error: Error
-    """Error of all replicas together, measured against the mean."""
+    """Error of all replicas together, compared with their mean."""
 
     @property
     def step(self) -> RecodedTensor:
-        """See `Computed`."""
+        """The step that changes the tensor's values; see `Computed.step`."""
         return RecodedTensor(self.entry.name, "averaged", "", "", self.entry.dtype, self.entry.shape)
 
     @property
     def nbytes(self) -> int:
-        """See `Computed`."""
+        """Size of the mean in bytes; see `Computed.nbytes`."""
         return len(self.data)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Computed`."""
+        """Copy bytes of the mean into `view`; see `Computed.read_into`."""
         view.cast("B")[:] = self.data[offset : offset + view.nbytes]
 
     def measure(self) -> tuple[Error, int]:
-        """See `Computed`; nothing is read for it."""
+        """Return the error of the replicas, which is already known; see `Computed.measure`."""
         return self.error, 0
 
 
 def average_replicas(container: Container) -> Container:
-    """Return a container in which replicas that differ are replaced by their mean; equal replicas are still compared.
+    """Return a container in which replicas that differ are replaced by their mean; equal replicas are compared as
+    before.
 
-    Replicas that the conversion does not read (such as the module's weights, if it reads the optimizer's copies) drift
-    apart in the same way, and are no longer compared.
+    Replicas that the conversion does not read (such as the module's weights, if it reads the optimizer's copies) differ
+    for the same reason, and are no longer compared.
 
     Raises:
-        Refused: UNSUPPORTED for replicas of more than 256 MiB, or of a dtype without a mean.
+        Refused: with code UNSUPPORTED, if replicas have more than 256 MiB, or a dtype that cannot be averaged.
     """
     replicas = _replicas(container)
     read = [pair for pairs in replicas.values() for pair in pairs]
@@ -399,10 +407,10 @@ def average_replicas(container: Container) -> Container:
 
 
 def _replicas(container: Container) -> dict[str, list[Twin]]:
-    """Return the pairs of replicas of each tensor of which every rank has a whole copy.
+    """Return tensor name -> pairs of its replicas, for each tensor of which every rank has a whole copy.
 
-    A pair belongs to a tensor if both have the same extents. Names do not tell, because weights and moments of one
-    parameter may share a name in the pairs.
+    A pair belongs to a tensor if both occupy the same byte ranges. The name alone does not decide this, because weights
+    and moments of one parameter may have the same name in the pairs.
     """
     name_by_extents = {entry.extents: name for name, entry in container.entries.items()}
     replicas: dict[str, list[Twin]] = {}

@@ -1,11 +1,13 @@
-"""Executing a plan in this process: first all checks, then writing, so that the target is complete or unchanged.
+"""Executing a plan in this process: all checks come before any writing, so that the target is either complete or
+unchanged.
 
-A valid plan may still be impossible because of the source's files or the target's place. Planning and running a
-conversion make the same checks, so that a plan reports what a run would refuse; the checks change nothing on disk.
+A valid plan may still be impossible to execute because of the source's files or the target's path. The commands `plan`
+and `convert` make the same checks, so that `plan` reports every refusal of `convert`; the checks change nothing on
+disk.
 
-Source and target must be separate, by whatever path they are reached: replacing a source by its conversion would leave
-the result as the only copy, even if it is incomplete; and a target inside the source, or around it, would change or
-delete what is being read.
+Source and target must be separate, by whatever path they are reached. If a conversion replaced its source, the result
+would be the only copy, even if it is incomplete. If the target were inside the source, or contained it, the conversion
+would change or delete the files that it reads.
 """
 
 from __future__ import annotations
@@ -68,11 +70,12 @@ _WITHOUT = "Choose a target that does not contain it, such as a new folder."
 
 @contextmanager
 def explain_swapped(source: object, target: object) -> Iterator[None]:
-    """Improve the error of a missing or empty source if the target is a checkpoint, as the user may have swapped both.
+    """Extend the error for a missing or empty source if the target is a checkpoint, because the user may have swapped
+    the two.
 
     Args:
-        source: path of the source as typed; an argument that is no path is ignored.
-        target: path of the target as typed; an argument that is no path is ignored.
+        source: path of the source as the user typed it; an argument that is not a path is ignored.
+        target: path of the target as the user typed it; an argument that is not a path is ignored.
     """
     try:
         yield
@@ -86,7 +89,7 @@ def explain_swapped(source: object, target: object) -> Iterator[None]:
 
 
 def _is_empty(path: str) -> bool:
-    """Tell whether a path does not exist, or is an empty folder."""
+    """Return whether a path does not exist, or is an empty folder."""
     try:
         return next(Path(path).iterdir(), None) is None
     except FileNotFoundError:
@@ -104,16 +107,18 @@ def _has_checkpoint(path: str) -> bool:
 
 
 class CheckedPlan(Prepared, frozen=True):
-    """A plan that was checked for one target; its refusals are all that a run would raise before writing."""
+    """A plan that was checked for one target; its refusals are all refusals that a run would raise before it writes."""
 
     request: tuple[str, Overwrite, bool]
-    """(path of the target, whether the target may be replaced, whether to continue an interrupted run)."""
+    """The request that was checked: (path of the target, whether the target may be replaced, whether to continue an
+    interrupted run).
+    """
     task: Task
     """Identity of the task (this conversion of this source), as the journal records it."""
     finished: bool = False
-    """Whether the target already has exactly the planned content, so that there is nothing to do."""
+    """Whether the target already has exactly the planned content, so that nothing remains to be done."""
     errors: Mapping[str, Error] = msgspec.field(default_factory=dict)
-    """Table name -> rounding error of an encoded tensor, if the target is finished."""
+    """Name of an encoded tensor -> its rounding error, if the target is finished."""
 
 
 @stage("look before writing")
@@ -128,23 +133,24 @@ def preflight(
     limit: Limits | None = None,
     progress: Progress = no_progress,
 ) -> CheckedPlan:
-    """Check whether a plan can be executed at a target.
+    """Check whether a plan can be executed for a given target.
 
-    The content of an existing target is only read with `resume`, because an interrupted run may have finished it.
+    The content of an existing target is read only with `resume`, because an interrupted run may have finished the
+    target.
 
     Args:
-        prepared: the plan, from `make_plan`.
-        target: folder, single file, or URL.
+        prepared: the plan, as returned by `make_plan`.
+        target: path of a folder or a single file, or a URL.
         overwrite: whether to replace an existing checkpoint, as for `execute`.
         resume: whether to continue an interrupted run, as for `execute`.
-        running: whether the plan is about to be executed: then a checkpoint that a killed run was replacing is
-            restored, as in every run. If not, the check changes nothing.
+        running: whether the plan is about to be executed. If so, a checkpoint that a killed run was replacing is
+            restored, as in every run. If not, the check changes nothing on disk.
         several: whether several workers will execute the plan.
         limit: number of worker threads, and memory of their buffers.
-        progress: called with the number of bytes of each block of an existing target that is compared.
+        progress: function called with the number of bytes of each compared block of an existing target.
 
     Returns:
-        The plan, with all refusals for this target added to the plan's own refusals.
+        The plan; all refusals for this target are added to the plan's own refusals.
     """
     request = target, overwrite, resume
     if isinstance(prepared, CheckedPlan):
@@ -200,14 +206,14 @@ def _check_place(
     *,
     running: bool,
 ) -> bool:
-    """Refuse a place where a run could not write; return whether the target is already finished.
+    """Refuse a target path where a run could not write; return whether the target is already finished.
 
     Args:
         prepared: the plan with its open source and the layout of its target files.
-        task: identity of the task, as its journal records it.
+        task: identity of the task, as the journal records it.
         request: path of the target, whether the target may be replaced, and whether to continue an interrupted run.
-        begin: creates the stage (unfinished files) for writing at the target.
-        is_done: reads the target, and tells whether the target is complete.
+        begin: function that creates the stage (the unfinished files) for writing at the target path.
+        is_done: function that reads the target, and returns whether it is complete.
         running: whether the plan is about to be executed, as for `preflight`.
     """
     target, overwrite, resume = request
@@ -216,12 +222,12 @@ def _check_place(
         return True
     staging = begin(target, overwrite=overwrite, resume=resume)
     if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
-        with staging:  # entering puts the old checkpoint back; the error is raised below
+        with staging:  # entering the context restores the old checkpoint; the error is raised below
             pass
     try:
         staging.look(prepared.plan.files, prepared.draft.files)
     except UsageError:
-        # `is_done` only reads: it recognises an interrupted commit by the ETags of its files
+        # `is_done` only reads: it recognises an interrupted commit by the ETags (versions) of the uploaded files
         if in_parts and is_done():
             return True
         raise
@@ -231,7 +237,7 @@ def _check_place(
 
 
 def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
-    """Yield a refusal for each file of the source, or of a merged adapter, that does not match its recorded hash."""
+    """Yield a refusal for each file, of the source or of a merged adapter, that does not match its recorded hash."""
     checkpoint = prepared.checkpoint
     storage = checkpoint.container.storage
     carries = not (target and is_one_file(target))
@@ -242,7 +248,7 @@ def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
 
 
 def watch_source(prepared: Prepared) -> None:
-    """Start to check the bytes read from the source, and from a merged adapter, against their recorded hashes.
+    """Start to check the bytes that are read from the source and from a merged adapter against their recorded hashes.
 
     Raises:
         TransaxleError: any error that `watch_hashes` raises.
@@ -255,7 +261,9 @@ def watch_source(prepared: Prepared) -> None:
 
 
 def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
-    """Return the identity of a conversion for its journal; add to `problems` source files that cannot be opened."""
+    """Return the identity of a conversion for its journal; for each source file that cannot be opened, add a refusal to
+    `problems`.
+    """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     state = state_of(storage, source_files(prepared), problems)
     adapter = prepared.checkpoint.container.recoding.adapter
@@ -266,12 +274,14 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
 
 
 def source_files(prepared: Prepared) -> tuple[str, ...]:
-    """Return the files of the source that influence the result."""
+    """Return the names of the source's files that influence the result."""
     return (*prepared.checkpoint.container.files, *prepared.plan.carried)
 
 
 def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) -> str:
-    """Return a hash of the versions of files; add to `problems` a refusal for each file that cannot be opened."""
+    """Return a hash of the versions of the given files; for each file that cannot be opened, add a refusal to
+    `problems`.
+    """
     lines = []
     for name in files:
         try:
@@ -284,15 +294,15 @@ def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) ->
 def refuse_overlap(checkpoint: Checkpoint, target: str) -> None:
     """Refuse a target that overlaps with files that the conversion reads.
 
-    A target overlaps if it is the source or a merged adapter, lies inside or contains one of the two, or contains a
-    config or rules file that the user named.
+    A target overlaps if it is the source or a merged adapter, if it is inside or contains one of them, or if it
+    contains a config or rules file that the user named.
 
     Args:
         checkpoint: the source checkpoint.
-        target: path or URL of the target, as typed.
+        target: path or URL of the target, as the user typed it.
 
     Raises:
-        UsageError: EXISTS, with every reason.
+        UsageError: with code EXISTS, and every reason, if the target overlaps.
     """
     reasons = list(dict.fromkeys(_reasons(checkpoint, target)))
     if reasons:
@@ -314,13 +324,13 @@ def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[tuple[str, str]]:
 
 
 def _overlap_reasons(role: str, path: str, container: Container, target: str) -> Iterator[tuple[str, str]]:
-    """Yield reasons why a target overlaps with a source or adapter, each with advice.
+    """Yield the reasons why a target overlaps with a source or adapter, each with advice for the user.
 
     Args:
-        role: `source` or `adapter`, for messages.
-        path: path or URL of the source or adapter, as typed.
-        container: files of the source or adapter.
-        target: path or URL of the target, as typed.
+        role: `source` or `adapter`, the word to use in messages.
+        path: path or URL of the source or adapter, as the user typed it.
+        container: the files of the source or adapter.
+        target: path or URL of the target, as the user typed it.
     """
     source_place, target_place = _local_place(path), _local_place(target)
     if source_place is None or target_place is None:
@@ -339,7 +349,7 @@ def _overlap_reasons(role: str, path: str, container: Container, target: str) ->
 
 
 def _link_reasons(role: str, container: Container, path: Path, target: Path) -> Iterator[tuple[str, str]]:
-    """Yield a reason for the first source file that is a link into the target."""
+    """Yield a reason for the first source file that is a link to a file inside the target."""
     folder = path if path.is_dir() else path.parent
     for name in (*container.files, *container.carried):
         file = Path(os.path.realpath(folder / name))
@@ -359,12 +369,12 @@ def _remote_overlap_reasons(role: str, path: str, target: str) -> Iterator[tuple
 
 
 def _local_place(path: str) -> str | None:
-    """Return a local path or `file:` URL as a path; None for a remote URL."""
+    """Return a local path, or the path in a `file:` URL; return None for a remote URL."""
     return local_path(path) if is_url(path) else path
 
 
 def _is_same_place(first: Path, second: Path) -> bool:
-    """Tell whether two paths are the same file or folder, even under different names."""
+    """Return whether two paths refer to the same file or folder, even under different names."""
     try:
         return first == second or first.samefile(second)
     except OSError:
@@ -382,24 +392,25 @@ def execute(
     progress: Progress = no_progress,
     times: FileTimes | None = None,
 ) -> Report:
-    """Execute a plan.
+    """Execute a plan and return the report of the conversion.
 
     Args:
-        prepared: the plan, from `make_plan`, or from `preflight` for this target.
-        target: folder, or single file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
-        overwrite: replace a checkpoint; the old one stays readable until the new one is complete. `everything`: also
-            delete all other files in its folder.
-        resume: continue an interrupted run of the same plan; a target that already has the planned content is left
-            alone.
-        sync: sync everything to disk before the rename.
+        prepared: the plan, as returned by `make_plan`, or by `preflight` for this target.
+        target: path of a folder, or of a single file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless
+            `overwrite` is given.
+        overwrite: whether to replace an existing checkpoint; the old checkpoint remains readable until the new one is
+            complete. `everything` means to delete all other files in its folder too.
+        resume: whether to continue an interrupted run of the same plan; a target that already has the planned content
+            is not changed.
+        sync: whether to sync everything to disk before the target gets its final name.
         limit: number of worker threads, and memory of their buffers.
-        progress: called with the number of bytes of each written block.
-        times: records when the tensors of each file are written.
+        progress: function called with the number of bytes of each written block.
+        times: object that records when the tensors of each file are written.
 
     Raises:
-        TransaxleError: every refusal of the plan, before anything is written; UNEQUAL_COPIES if copies differ; CORRUPT
-            if the source was changed meanwhile; EXISTS if the target exists; IO or NO_SPACE if a file cannot be read or
-            written. On any error the target is unchanged.
+        TransaxleError: every refusal of the plan, before anything is written; with code UNEQUAL_COPIES, if copies
+            differ; with code CORRUPT, if the source was changed meanwhile; with code EXISTS, if the target exists; with
+            code IO or NO_SPACE, if a file cannot be read or written. After any error the target is unchanged.
     """
     begin = time.monotonic()
     cleared = preflight(
@@ -431,15 +442,16 @@ def execute(
 def _write(
     prepared: CheckedPlan, staging: Stage, limit: Limits, progress: Progress, measured: Errors, times: FileTimes | None
 ) -> tuple[int, tuple[MeasuredTensor, ...]]:
-    """Write everything up to the commit; return how many tensors an earlier run finished, and errors of changed values.
+    """Write all files before the commit; return how many tensors an earlier run had finished, and the errors of changed
+    values.
 
     Args:
         prepared: the checked plan.
-        staging: the staged files to write.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each written block.
+        staging: the staged (unfinished) files to write.
+        limit: number of worker threads, and memory of their buffers.
+        progress: function called with the number of bytes of each written block.
         measured: errors of decoded, cast and merged tensors.
-        times: records when tensors are written.
+        times: object that records when tensors are written.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     refuse_other_task(staging.scratch, prepared.task, display_path(prepared.request[0]))
@@ -454,8 +466,9 @@ def _write(
         if tensors:
             _check_reads_of(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in remaining))
-        foretold: dict[str, str] | None = None  # hashes that are needed before the tensors are written
-        if staging.ordered and prepared.draft.has_leading_digests:  # a stream cannot be rewound: tensors are read twice
+        foretold: dict[str, str] | None = None  # hashes that must be known before the tensors are written
+        # a stream cannot be rewound, so the tensors are read twice
+        if staging.ordered and prepared.draft.has_leading_digests:
             read_tensors = tensors | carry(remaining, storage, None, limit)
             foretold = {name: done.hash for name, done in read_tensors.items()}
             write_fragments(staging, prepared.draft.late_fragments(foretold))
@@ -467,7 +480,7 @@ def _write(
 
 
 def join_spans(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, FinishedTensor]:
-    """Return the finished tensors of a plan, combining spans that workers have finished."""
+    """Return the finished tensors of a plan; a tensor of which workers have finished all spans is included."""
     if not finished:
         return {}
     tensors = {}
@@ -482,7 +495,9 @@ def join_spans(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, 
 
 
 def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[str, FinishedTensor]) -> None:
-    """Make the source's recorded checksums and hashes cover tensors that an earlier run has read."""
+    """Mark the bytes that an earlier run has read as read, so that the source's checksums and hashes are checked for
+    them too.
+    """
     container = prepared.checkpoint.container
     check_finished(tensors, finished, container.storage)
     witness = layer(container.storage, Witness)
@@ -491,7 +506,7 @@ def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: 
     for transfer in (transfer for tensor in tensors for transfer in tensor.transfers):
         if transfer.file in container.files:
             witness.mark_read(transfer.file, transfer.source, transfer.source_span)
-        else:  # a virtual file: it may have read any part of the stored files
+        else:  # a virtual file may have read any byte range of the stored files
             for each in container.checksums:
                 witness.mark_read(each.file, each.offset, each.size)
 
@@ -499,7 +514,7 @@ def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: 
 def _intact_tensors(
     staging: Stage, plan: Plan, recorded: Mapping[str, FinishedTensor], reusable_files: frozenset[str]
 ) -> dict[str, FinishedTensor]:
-    """Return the recorded tensors whose bytes in the unfinished files still match the recorded hash."""
+    """Return the tensors in the journal whose bytes in the unfinished files still match the recorded hash."""
     if not recorded:
         return {}
     storage = LocalStorage(staging.path)
@@ -508,7 +523,7 @@ def _intact_tensors(
             tensor.name: recorded[tensor.name]
             for tensor in plan.tensors
             if tensor.name in recorded
-            and not tensor.copies  # further copies of a tensor may be incomplete
+            and not tensor.copies  # the copies of a tensor in other files may be incomplete
             and reusable_files.issuperset(place.file for place in tensor.places)
             and digest_in(storage, tensor.places) == recorded[tensor.name].hash
         }
@@ -517,7 +532,7 @@ def _intact_tensors(
 
 
 class FileTime(msgspec.Struct, frozen=True):
-    """When one file was written, in seconds since the first byte of any file."""
+    """The times at which one file was written, in seconds since the first byte of any file was written."""
 
     first: float
     """Time at which the first write to the file began, in seconds."""
@@ -537,11 +552,11 @@ class FileTimes:
         self._lock = threading.Lock()
 
     def wrap(self, files: Writable) -> Writable:
-        """Return a wrapper of files that records every write in this object."""
+        """Return a wrapper around files, which records every write in this object."""
         return (_TimedFilesInBatches if hasattr(files, "note_write") else _TimedFiles)(files, self)
 
     def add(self, file: str, first: float, last: float, count: int) -> None:
-        """Record that bytes of a file were written between two moments."""
+        """Record that bytes of a file were written between two times."""
         with self._lock:
             begin = self._begin = first if self._begin is None else min(self._begin, first)
             earlier = self.files.get(file)
@@ -552,7 +567,7 @@ class FileTimes:
 
 
 class _TimedFiles:
-    """A wrapper of files that records when each write happens."""
+    """A wrapper around files that records when each write happens."""
 
     def __init__(self, files: Writable, times: FileTimes) -> None:
         self._files = files
@@ -560,17 +575,17 @@ class _TimedFiles:
         self.ordered = getattr(files, "ordered", False)
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
-        """See `Writable`."""
+        """Write bytes and record the time; see `Writable.pwrite`."""
         begin = time.monotonic()
         self._files.pwrite(file, offset, view)
         self._times.add(file, begin, time.monotonic(), len(view))
 
 
 class _TimedFilesInBatches(_TimedFiles):
-    """A wrapper of files that also records writes in lists of steps."""
+    """A wrapper around files that also records writes that are queued in lists of steps."""
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """See `StepWritable`."""
+        """Queue a write and record its time; see `StepWritable.add_write`."""
         begin, size = time.monotonic(), len(view)
         cast("StepWritable", self._files).add_write(steps, file, offset, view)
         steps.then(lambda: self._times.add(file, begin, time.monotonic(), size))

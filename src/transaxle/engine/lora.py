@@ -1,8 +1,8 @@
-"""LoRA: the changes that an adapter's files make to a model's weights, read as peft reads them.
+"""LoRA: the changes that an adapter's files make to a model's weights, interpreted as peft interprets them.
 
-A change is `scaling * B @ A`. The changed weight follows from names and from adapter_config.json. The parameters of one
-module (`target_parameters`) are nested in the order of the module, which no file records: there, shapes must leave only
-one possibility.
+A change of a weight is `scaling * B @ A`. Which weight changes follows from tensor names and from adapter_config.json.
+If several parameters of one module change (`target_parameters`), peft nests them in the module's order, which no file
+records. In this case the shapes must leave only one possible order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ LINEAR = ("lora_A.weight", "lora_B.weight")
 EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 INNER = ".base_layer"
 _TWIN_MODULES = ("modules_to_save", "original_module")
-"""Wrapper modules of peft that contain a module twice, trained and original. After a vocabulary was resized, files have
-both modules, and the trained one a second time under the module's own name, which peft loads.
+"""Wrapper modules of peft that contain a module twice: once trained, and once in its original state. If a vocabulary
+was resized, the files contain both modules, and the trained module a second time under the module's own name; peft
+loads this last one.
 """
 _KNOWN_KEYS = frozenset(
     {
@@ -35,21 +36,24 @@ _KNOWN_KEYS = frozenset(
         "target_modules", "target_parameters", "task_type", "use_rslora",
     }
 )  # fmt: skip
-"""Keys of adapter_config.json that this module reads, or that do not affect how weights change."""
+"""Keys of adapter_config.json that this module reads, or that do not influence how weights change."""
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base weights unchanged; all further values subtract from the base."""
+"""Values of `init_lora_weights` that leave the base weights unchanged; every other value subtracts something from the
+base weights.
+"""
 _PATTERN = re.compile(r"(?:\^|\.\*\\\.)?(?:[\w.-]|\\\.)+")
-"""Matches patterns that are names or ends of names (peft's own begin with `.*\\.`); a match of freer patterns may take
-exponential time."""
+"""Matches patterns that are names or ends of names (patterns that peft writes begin with `.*\\.`). Matching a less
+restricted pattern could take exponential time.
+"""
 DEFAULT_RANK, _LARGEST = 8, 1e9
-"""Default of both rank and alpha in peft, and an upper bound for plausible ranks and alphas."""
+"""The default of both rank and alpha in peft, and an upper bound for plausible ranks and alphas."""
 _CONV1D_MODELS = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
 _CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
-"""Model types of transformers, and names of modules in them, whose weights are `[in, out]`. peft decides this by the
-class of each module; the setting `fan_in_fan_out` only fits the last module that peft has wrapped.
+"""Model types of transformers -> names of modules in them whose weights are stored as `[in, out]`. peft decides this by
+the class of each module; the setting `fan_in_fan_out` describes only the last module that peft has wrapped.
 """
 _FLOATS = ("F", "BF")
-"""Prefixes of the dtypes that hold values instead of codes."""
+"""Prefixes of the names of dtypes that store values instead of codes."""
 _MAX_PARAMETERS = 6
 """Largest number of parameters in one module for which all orders of the parameters are tried."""
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -72,23 +76,23 @@ class LowRank:
     name: str
     """Name of the changed weight in the base model."""
     first: Entry
-    """The factor A, `[matrices * rank, in]`; the rows of one matrix are adjacent."""
+    """The factor A, with shape `[matrices * rank, in]`; the rows of one matrix are adjacent."""
     second: Entry
-    """The factor B, `[out, rank * matrices]`; the columns of one rank index are adjacent."""
+    """The factor B, with shape `[out, rank * matrices]`; the columns of one rank index are adjacent."""
     matrices: int
-    """Number of matrices in the weight: 1, or more for a stack."""
+    """Number of matrices in the weight: 1, or more for a stack of matrices."""
     swapped: bool
     """Whether the weight is stored as `[in, out]` instead of `[out, in]`."""
     scaling: float
     """Factor by which the product `B @ A` is multiplied."""
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the change for a weight of a given shape; for a convolution, each kernel is a row."""
+        """Return the shape of the change for a weight with a given shape; for a convolution, each kernel is one row."""
         return shape if len(self.first.shape) == 2 else (shape[0], prod(shape[1:]))
 
     @property
     def embedding(self) -> bool:
-        """Whether the changed weight is that of an embedding."""
+        """Whether the changed weight belongs to an embedding."""
         return self.first.name.endswith(EMBEDDING[0])
 
 
@@ -97,16 +101,16 @@ class Changes:
     """All changes that an adapter makes to a model."""
 
     added: Mapping[str, LowRank]
-    """Name of a weight -> the low-rank change to add to it."""
+    """Name of a weight -> the low-rank change that is added to the weight."""
     replaced: Mapping[str, Entry]
-    """Name of a base tensor -> the adapter's tensor that replaces it (`modules_to_save`, biases). A low-rank change of
-    the same weight is added to the adapter's tensor, because peft loads its copies of embeddings and heads over the
-    base's.
+    """Name of a base tensor -> the adapter's tensor that replaces it (setting `modules_to_save`, and biases). If the
+    same weight also has a low-rank change, the change is added to the adapter's tensor, because peft replaces the
+    embeddings and heads of the base model by its own copies.
     """
     copies: Mapping[str, Entry]
-    """Name of a base tensor -> a second copy, in the adapter, of the tensor that replaces it; both must be equal."""
+    """Name of a replaced base tensor -> a second copy of its replacement in the adapter; both copies must be equal."""
     unchanged: Sequence[str]
-    """Modules that adapter_config.json may name, but that the adapter does not change."""
+    """Modules that adapter_config.json may name, but whose weights the adapter does not change."""
 
     @property
     def names(self) -> Set[str]:
@@ -115,7 +119,7 @@ class Changes:
 
     @property
     def own_bases(self) -> list[str]:
-        """Names of weights whose low-rank change is added to the adapter's own copy of the base weight."""
+        """Names of weights whose low-rank change is added to the adapter's own copy of the weight."""
         return sorted(self.added.keys() & self.replaced.keys())
 
 
@@ -123,12 +127,12 @@ class Lora:
     """The files of a LoRA adapter.
 
     Args:
-        entries: the adapter's tensors, by name.
+        entries: tensor name -> tensor, for the tensors of the adapter.
         config: content of the adapter's adapter_config.json.
         base: content of the base model's config.json.
 
     Raises:
-        Refused: UNSUPPORTED or CORRUPT, with every reason why the adapter's changes cannot be known.
+        Refused: with code UNSUPPORTED or CORRUPT, and every reason, if the adapter's changes cannot be determined.
     """
 
     def __init__(self, entries: Mapping[str, Entry], config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
@@ -165,7 +169,7 @@ class Lora:
         self._check()
 
     def targets(self) -> set[str]:
-        """Return the names of tensors that the base model must have for the adapter to fit."""
+        """Return the names of the tensors that the base model must have for the adapter to fit."""
         names = {f"{module}.{name}" for module in self._modules for name in self._parameters(module) or ["weight"]}
         return names | self._replaced.keys()
 
@@ -173,12 +177,12 @@ class Lora:
         """Return the changes that the adapter makes to a base model.
 
         Args:
-            shapes: shapes of the base model's tensors, by name.
-            in_memory: the tensor names of the base model's class in memory; None if unknown.
+            shapes: tensor name -> shape, for the base model's tensors.
+            in_memory: the tensor names of the base model's class in memory; None if they are unknown.
 
         Raises:
-            Refused: SHAPE_MISMATCH if a change does not fit its weight; INCOMPLETE if the adapter lacks modules;
-                AMBIGUOUS if a change fits several parameters of a module.
+            Refused: with code SHAPE_MISMATCH, if a change does not fit its weight; with code INCOMPLETE, if the adapter
+                lacks modules; with code AMBIGUOUS, if a change fits several parameters of a module.
         """
         added = [each for module in self._modules for each in self._module_changes(module, shapes)]
         for name, entry in self._replaced.items():
@@ -196,12 +200,13 @@ class Lora:
     def _modules_without_change(
         self, shapes: Mapping[str, tuple[int, ...]], in_memory: Collection[str] | None
     ) -> tuple[list[str], list[str]]:
-        """Return the modules that adapter_config.json names but the adapter does not change; peft only warns of them.
+        """Return the modules that adapter_config.json names but that the adapter does not change; peft only warns about
+        them.
 
         Returns:
-            Modules that the adapter certainly lacks; and modules that peft may not know: layers beyond the config's
-            number of layers (they predict further tokens), modules whose names differ in the model's class, and modules
-            that only a pattern may name.
+            The first list contains modules that the adapter certainly lacks. The second contains modules that peft may
+            not know: layers beyond the config's number of layers (they predict additional tokens), modules whose names
+            differ in the model's class, and modules that only a pattern may match.
         """
         listed = self._config.get("target_modules")
         kinds = {_NUMBERS.sub("*", module) for module in self._modules}
@@ -222,12 +227,12 @@ class Lora:
         return list(missing), list(doubtful)
 
     def _is_listed(self, module: str) -> bool:
-        """Tell whether target_modules contains a module, or is a pattern that may match it."""
+        """Return whether `target_modules` lists a module, or is a pattern that may match the module."""
         listed = self._config.get("target_modules")
         return isinstance(listed, str) or _ends_with(module, listed or ())
 
     def _is_excluded(self, module: str) -> bool:
-        """Tell whether adapter_config.json excludes, or may exclude, a module that its target_modules name."""
+        """Return whether adapter_config.json excludes, or may exclude, a module that its `target_modules` name."""
         excluded, layers = self._config.get("exclude_modules") or (), self._config.get("layers_to_transform")
         if isinstance(excluded, str) or _ends_with(module, excluded):
             return True
@@ -257,8 +262,8 @@ class Lora:
     def _parameters(self, module: str) -> list[str]:
         """Return the parameters of a module that `target_parameters` names.
 
-        For mixtures of experts, peft writes parameter names without their modules. A name without module applies to
-        every module that is not itself a target.
+        For mixtures of experts, peft writes parameter names without their modules. A parameter name without a module
+        applies to every module that is not itself a target.
         """
         bare_names, module_parameters = _target_parameters(self._config)
         with_module = {name for path, name in module_parameters if f".{module}".endswith(f".{path}")}
@@ -293,7 +298,7 @@ class Lora:
             groups = _groups(self._low[paths[0]].get(LINEAR[0]), shapes[f"{module}.{parameters[0]}"])
             new = self._replaced.get(f"{module}.weight")
             if new is not None and new.shape != shapes[f"{module}.weight"]:
-                return  # the replacement in `_replaced` has a different size, which is refused instead
+                return  # the replacement in `_replaced` has a different size, which is refused elsewhere
             if groups > 1:
                 message = f"{message}: a convolution of {groups} groups, into which peft cannot merge either"
                 self._refuse("UNSUPPORTED", message, module, "Leave it as it is, or train without this module.")
@@ -303,17 +308,18 @@ class Lora:
             yield from possible[0]
 
     def _is_flipped(self, module: str) -> bool:
-        """Tell whether the weight of a module is stored as `[in, out]` instead of `[out, in]`."""
+        """Return whether the weight of a module is stored as `[in, out]` instead of `[out, in]`."""
         if self._has_conv1d:
             return module.rpartition(".")[2] in _CONV1D
         return bool(self._config.get("fan_in_fan_out"))
 
     def _change(self, path: str, name: str, shapes: Mapping[str, tuple[int, ...]], swapped: bool) -> LowRank | None:
-        """Return the change that one pair of factors A and B makes to a weight; None if the shapes do not fit."""
+        """Return the change that a pair of factors A and B makes to a weight; None if the shapes do not fit."""
         shape, pair = shapes[name], self._low[path]
         first, second = (pair[end] for end in (EMBEDDING if EMBEDDING[0] in pair else LINEAR))
         of_stack, rank = bool(self._parameters(name.rpartition(".")[0])), self._rank(name)
-        if len(shape) > 2 and not of_stack:  # a convolution: A has the weight's kernels, B has kernels of one element
+        # in a convolution, A has the weight's kernel size, and B has kernels of one element
+        if len(shape) > 2 and not of_stack:
             factors = (rank, *shape[1:]), (shape[0], rank, *(1,) * len(shape[2:]))
             fits = (first.shape, second.shape) == factors
             return LowRank(name, first, second, 1, swapped=False, scaling=self._scaling(name, rank)) if fits else None
@@ -334,7 +340,9 @@ class Lora:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _setting(self, patterns: str, key: str, name: str) -> Any:
-        """Return a setting (rank or alpha) of a weight; peft's patterns match modules or target parameters."""
+        """Return the setting (rank or alpha) of a weight; the patterns in peft's settings match modules or target
+        parameters.
+        """
         module = name if self._parameters(name.rpartition(".")[0]) else name.rpartition(".")[0]
         for pattern, value in (self._config.get(patterns) or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", module):
@@ -350,7 +358,7 @@ class Lora:
 
 
 def _refuse_settings(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield refusals of settings in adapter_config.json with which an adapter cannot be merged."""
+    """Yield refusals of settings in adapter_config.json that make it impossible to merge the adapter."""
     if not config:
         message = "there is no adapter_config.json beside the tensors"
         yield Refusal("UNSUPPORTED", message, Where(), "Give the folder that peft's save_pretrained has written.")
@@ -383,7 +391,7 @@ def _refuse_settings(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _target_parameters(config: Mapping[str, Any]) -> tuple[set[str], set[tuple[str, str]]]:
-    """Return the target parameters that are given without a module, and those with a module as (module, name)."""
+    """Return the target parameters that are given without a module, and those with a module, as (module, name)."""
     targets = [str(target).rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for path, _, name in targets if not path}, {(path, name) for path, _, name in targets if path}
 
@@ -394,12 +402,12 @@ def _strip_wrappers(path: str) -> str:
 
 
 def _ends_with(module: str, paths: Iterable[str]) -> bool:
-    """Tell whether a module's path ends with one of the paths that a list of peft's config contains."""
+    """Return whether a module's path ends with one of the paths in a list of peft's config."""
     return any(f".{module}".endswith(f".{path}") for path in paths)
 
 
 def _groups(first: Entry | None, shape: tuple[int, ...]) -> int:
-    """Return the number of groups of a convolution whose A has more channels than the weight; otherwise 1."""
+    """Return the number of groups of a convolution whose factor A has more channels than the weight; otherwise 1."""
     if first is None or len(shape) < 3 or first.shape[2:] != shape[2:] or first.shape[1] % (shape[1] or 1):
         return 1
     return first.shape[1] // (shape[1] or 1)

@@ -1,14 +1,16 @@
-"""LoRA adapters merged into the weights that they change.
+"""LoRA adapters that are merged into the weights that they change.
 
-**Merging**: a view of a model's weights with an adapter's changes added, whatever names and layouts either has.
+**Merging**: a view of a model's weights to which an adapter's changes are added; model and adapter may have different
+names and layouts.
 
-The changes are tensors of the dialect in which the adapter was trained, zero where it has none. The model's own tables
-move them to the layout of the stored weights, so that each part of a fused or stacked weight gets its own change.
+The changes are tensors in the dialect in which the adapter was trained; a weight that the adapter does not change has a
+change of zeros. The model's own conversion tables move the changes to the layout of the stored weights, so that each
+segment of a fused or stacked weight gets its own change.
 
-**Arithmetic**: the changes are computed when weights are read.
+**Arithmetic**: the changes are computed while the weights are read.
 
-Values are summed in float64 and then rounded to the weight's dtype, through float32 as torch's `.to` does. Terms are
-added in the order of the ranks, so a value has the same bits whichever pieces of a tensor are read.
+Values are summed in float64, then rounded to the weight's dtype through float32, as torch's `.to` does. Terms of a
+product are added in the order of the rank indices, so a value has the same bits whichever regions of a tensor are read.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ _ITEM = np.dtype(np.float64).itemsize
 
 
 def to_float64(entry: Entry, values: NDArray[Any]) -> Wide:
-    """Return the values of a plain tensor in float64, which represents every dtype of adapters exactly."""
+    """Return the values of a plain tensor in float64, which represents the values of every adapter dtype exactly."""
     typed = values.view(numpy_dtype(entry.dtype))
     return typed if typed.dtype == np.float64 else widen(typed).astype(np.float64)
 
 
 def add_change(values: Wide, change: Wide) -> Wide:
-    """Return values plus a change; a value whose change is zero keeps its bits, even if it is -0."""
+    """Return values plus a change; a value with a change of zero keeps its bits, even if the value is -0."""
     with np.errstate(all="ignore"):
         return np.where(change == 0, values, values + change)
 
@@ -60,14 +62,14 @@ class Factors:
     """The low-rank change of a weight: for each matrix of a stack, `scaling * left @ right`."""
 
     left: Wide
-    """The factor `[matrices, rows, rank]`."""
+    """The left factor, with shape `[matrices, rows, rank]`."""
     right: Wide
-    """The factor `[matrices, rank, columns]`."""
+    """The right factor, with shape `[matrices, rank, columns]`."""
     scaling: float
     """Factor by which every product is multiplied."""
 
     def same_as(self, factors: Factors) -> bool:
-        """Tell whether the given change has the same factors as this one, and so the same values."""
+        """Return whether the given change has the same factors as this change, and therefore the same values."""
         pairs = (self.left, factors.left), (self.right, factors.right)
         return self.scaling == factors.scaling and all(np.array_equal(*pair) for pair in pairs)
 
@@ -82,7 +84,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A virtual file with the float64 change of a weight.
+    """A virtual file with the change of a weight in float64.
 
     Attributes:
         shape: shape of the weight; for a convolution, each kernel is a row.
@@ -94,11 +96,11 @@ class Change:
 
     @property
     def nbytes(self) -> int:
-        """See `VirtualFile`."""
+        """Size of the virtual file in bytes; see `VirtualFile`."""
         return prod(self.shape) * _ITEM
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `VirtualFile`."""
+        """Copy bytes of the change into `view`; see `VirtualFile`."""
         out, (rows, columns) = view.cast("B"), self.shape[-2:]
         width, factors = columns * _ITEM, self.factors()
         while out:
@@ -113,7 +115,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A virtual file with the float64 values of a tensor that the adapter stores in place of the model's tensor.
+    """A virtual file with the values, in float64, of a tensor that replaces a tensor of the model.
 
     Attributes:
         entry: the adapter's tensor.
@@ -125,11 +127,11 @@ class Replacement:
 
     @property
     def nbytes(self) -> int:
-        """See `VirtualFile`."""
+        """Size of the virtual file in bytes; see `VirtualFile`."""
         return prod(self.entry.shape) * _ITEM
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `VirtualFile`."""
+        """Copy bytes of the replacement's values into `view`; see `VirtualFile`."""
         item, out = numpy_dtype(self.entry.dtype).itemsize, view.cast("B")
         while out:
             first = offset // _ITEM
@@ -142,7 +144,7 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True)
 class RebasedChange:
-    """A virtual file with the float64 sum of an adapter's own copy of a weight and its change.
+    """A virtual file with the sum, in float64, of the adapter's own copy of a weight and the change of the weight.
 
     Attributes:
         base: the adapter's copy of the weight.
@@ -154,11 +156,11 @@ class RebasedChange:
 
     @property
     def nbytes(self) -> int:
-        """See `VirtualFile`."""
+        """Size of the virtual file in bytes; see `VirtualFile`."""
         return self.base.nbytes
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `VirtualFile`."""
+        """Copy bytes of the sum into `view`; see `VirtualFile`."""
         out, first = view.cast("B"), offset // _ITEM
         last = -(-(offset + len(out)) // _ITEM)
         while first < last:
@@ -174,13 +176,13 @@ class RebasedChange:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A virtual file with the zero change of a tensor that the adapter does not change."""
+    """A virtual file of zeros, for a tensor that the adapter does not change."""
 
     nbytes: int
-    """See `VirtualFile`."""
+    """Size of the virtual file in bytes; see `VirtualFile`."""
 
     def read_into(self, offset: int, view: memoryview) -> None:  # noqa: ARG002 - all bytes are zero
-        """See `VirtualFile`."""
+        """Fill `view` with zeros; see `VirtualFile`."""
         np.frombuffer(view, np.uint8)[:] = 0
 
 
@@ -189,10 +191,10 @@ class Merger(Caster):
 
     Args:
         entry: the stored weight.
-        source: turns the stored weight into transfers (reads of byte ranges).
-        reader: reads the files that store the weight.
-        change: target and source of the weight's change, or of its new values, in float64.
-        replaced: whether `change` has new values instead of a change.
+        source: object that turns the stored weight into transfers (reads of byte ranges).
+        reader: object that reads the files in which the weight is stored.
+        change: target and source of the weight's change in float64, or of its new values.
+        replaced: whether `change` contains new values instead of a change to add.
     """
 
     action = "merged"
@@ -213,19 +215,19 @@ class Merger(Caster):
 
 
 _CHANGE, _MERGED = "\0change of ", "\0merged "
-"""Prefixes of the names of virtual files."""
+"""Prefixes of the names of virtual files: for changes, and for merged weights."""
 _PLAIN = frozenset({"F32", "F16", "BF16"})
 _MEMORY = "transformers"
 _USUAL_DIALECTS = (_MEMORY, "hf")
-"""Dialects whose tensor names most adapters use."""
+"""Dialects whose tensor names occur in most adapters."""
 _CACHED = 16
-"""Number of pairs of factors A and B that are cached, so that a weight read piece by piece reads its pair only once."""
+"""Number of cached pairs of factors A and B; a weight that is read in several blocks then reads its pair only once."""
 _UNCHANGED = "adapter_config.json may name {} modules for which the adapter has nothing; they stay as they are"
 _DECODE = "Decode it first (convert with --decode bf16), and merge into the result."
 
 
 class Model(Protocol):
-    """What merging needs of a model's open checkpoint."""
+    """The attributes of a model's open checkpoint that merging needs."""
 
     container: Container
     settings: Any
@@ -236,7 +238,7 @@ class Model(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """The model's tensors as the families' tables see them, each encoded tensor as one."""
+        """The model's tensors as entries for the families' tables; an encoded tensor and its scales are one entry."""
 
     @property
     def family(self) -> str | None:
@@ -248,38 +250,39 @@ class Model(Protocol):
 
     @property
     def bound(self) -> BoundNames:
-        """The stored tensor names, matched with the table lines of their dialect."""
+        """The stored tensor names, each matched with a table line of its dialect."""
 
     @property
     def sizes(self) -> Sizes:
         """The sizes of the model's axes."""
 
     def translation(self, dialect: str) -> View:
-        """Return the model's tensors translated to a given dialect."""
+        """Return the model's tensors translated into a given dialect."""
 
     def source_of(self, dialect: str) -> Source:
-        """Return what turns the tensors of a given dialect into transfers."""
+        """Return the object that turns the tensors of a given dialect into transfers (reads of byte ranges)."""
 
 
 Express = Callable[[Container, str, None, Mapping[str, int]], Model]
-"""`express(container, dialect of its names, config, axis sizes)`: opens a container of computed tensors as a checkpoint
-of the model; config None: the model's own config.
+"""`express(container, dialect of its names, config, axis sizes)` opens a container of computed tensors as a checkpoint
+of the model; None as config means the model's own config.
 """
 
 
 def merge_adapter(model: Model, adapter: Container, config: Mapping[str, Any], express: Express) -> Container:
-    """Return a model's container with an adapter merged into the weights; on errors, the adapter is closed.
+    """Return a model's container with an adapter merged into the weights; if an error is raised, the adapter is closed
+    first.
 
     Args:
-        model: the checkpoint under its stored names.
+        model: the checkpoint of the model under its stored names.
         adapter: the files of the adapter.
         config: content of the adapter's adapter_config.json.
-        express: opens a container of computed tensors as a checkpoint of the model; see `Express`.
+        express: function that opens a container of computed tensors as a checkpoint of the model; see `Express`.
 
     Raises:
-        Refused: UNSUPPORTED if the adapter is not LoRA, or a changed weight is not plain; MISSING_TENSOR or
-            SHAPE_MISMATCH if it is an adapter of a different model; AMBIGUOUS if a change fits several parameters;
-            CORRUPT if the adapter's files contradict themselves.
+        Refused: with code UNSUPPORTED, if the adapter is not LoRA, or a changed weight is not plain; with code
+            MISSING_TENSOR or SHAPE_MISMATCH, if the adapter belongs to a different model; with code AMBIGUOUS, if a
+            change fits several parameters; with code CORRUPT, if the adapter's files contradict each other.
     """
     try:
         return _merge(model, adapter, config, express)
@@ -330,7 +333,9 @@ def _merge(model: Model, adapter: Container, config: Mapping[str, Any], express:
 
 
 def _find_dialect(model: Model, adapter_names: set[str]) -> tuple[str | None, Mapping[str, tuple[int, ...]]]:
-    """Return the dialect that has the adapter's tensor names (None: the stored names do), and its tensors' shapes."""
+    """Return the dialect that contains the adapter's tensor names, with the shapes of its tensors; None means the
+    stored names.
+    """
     stored = {name: entry.shape for name, entry in model.catalog.entries.items()}
     known_names = set(stored)
     if adapter_names <= known_names:
@@ -351,19 +356,19 @@ def _find_dialect(model: Model, adapter_names: set[str]) -> tuple[str | None, Ma
 
 
 def _padding(model: Model) -> dict[str, int]:
-    """Return axis -> padding of the stored weights, which a dialect without padding does not show."""
+    """Return axis -> padding of the stored weights, which is absent in a dialect without padding."""
     padding: dict[str, int] = {}
     for (line, _), names in model.bound.names.items():
         for position, name in names.items() if line.expression.padding else ():
             shape = model.container.entries[name].shape
-            if len(shape) == len(line.expression.dims):  # not an optimizer's step, which has no dims
+            if len(shape) == len(line.expression.dims):  # this excludes an optimizer's step, which has no dims
                 sizes = fill(line.expression, shape, model.sizes.at(dict(zip(line.name.axes, position, strict=True))))
                 padding |= {axis: sizes[axis] for axis in sorted(line.expression.padding)}
     return padding
 
 
 def refuse_missing(name: str, names: Collection[str]) -> Refusal:
-    """Return the refusal of a tensor that an adapter changes but the model lacks."""
+    """Return the refusal of a tensor that an adapter changes but that the model lacks."""
     similar = get_close_matches(name, names, 1)
     hint = f"Closest: {similar[0]}. " if similar else ""
     hint += "Give the model that the adapter was trained on, with its config.json."
@@ -379,7 +384,7 @@ def _changes_container(
     names: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Container:
-    """Return a container that holds the float64 changes of tensors, in the dialect of the adapter."""
+    """Return a container with the changes of tensors in float64, in the dialect of the adapter."""
     source = Source(adapter)
     read_factors = lru_cache(_CACHED)(lambda name: _factors(source, changes.added[name]))
     files: dict[str, VirtualFile] = {}
@@ -415,7 +420,7 @@ def _rows(source: Source, entry: Entry) -> RowMajorBytes:
 
 
 def _equal(source: Source, first: Entry, second: Entry) -> bool:
-    """Tell whether two tensors of an adapter are equal, bit by bit."""
+    """Return whether two tensors of an adapter are equal, bit by bit."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     rows, second_rows, size = _rows(source, first), _rows(source, second), nbytes(first.dtype, first.shape)
@@ -432,7 +437,7 @@ def _refuse_unequal(adapter: Container, changes: Changes) -> Iterator[Refusal]:
 
 
 def _ties(model: Model, dialect: str | None) -> Mapping[str, str]:
-    """Return name of a tied tensor -> name of its original, both in the adapter's dialect."""
+    """Return name of a tied tensor -> name of the tensor that it is tied to, both in the adapter's dialect."""
     if dialect is not None:
         return model.translation(dialect).aliases
     if model.family is None:
@@ -446,9 +451,9 @@ def _ties(model: Model, dialect: str | None) -> Mapping[str, str]:
 
 
 def _equally_changed(adapter: Container, changes: Changes, ties: Mapping[str, str]) -> set[str]:
-    """Return the tied tensors that change by the same values as their originals.
+    """Return the names of tied tensors that change by the same values as the tensors that they are tied to.
 
-    peft writes such equal changes if it trains tied tensors as one (`ensure_weight_tying`).
+    peft writes such equal changes if it trains tied tensors together (setting `ensure_weight_tying`).
     """
     source = Source(adapter)
 
@@ -473,7 +478,7 @@ def _equally_changed(adapter: Container, changes: Changes, ties: Mapping[str, st
 
 
 def _notes(changes: Changes) -> Iterator[str]:
-    """Yield notes for the plan on weights for which the adapter has two sources, or none."""
+    """Yield notes for the plan about weights for which the adapter has two sources, or no source."""
     if changes.own_bases:
         yield (
             "the adapter has its own copy of these weights of the base, and its change is added to that copy, as peft "
@@ -485,22 +490,24 @@ def _notes(changes: Changes) -> Iterator[str]:
 
 
 def _in_memory(model: Model) -> Collection[str] | None:
-    """Return the tensor names of the model's class in memory; None if no table has them."""
+    """Return the tensor names of the model's class in memory; None if no table lists them."""
     try:
         return model.translation(_MEMORY).targets.keys() if model.family is not None else None
-    except TransaxleError:  # the family has no such dialect, or the translation needs a size that is unknown
+    except TransaxleError:  # the family has no such dialect, or an axis size that the translation needs is unknown
         return None
 
 
 def origin_names(target: Target) -> set[str]:
-    """Return the names of the stored tensors from which a target is composed."""
+    """Return the names of the stored tensors from which a target tensor is composed."""
     return {origin.name for part in target.parts for origin in part.origins}
 
 
 def _refuse_lost(
     changes: Changes, changed_targets: Mapping[str, Target], ties: Mapping[str, str], tied_changes: Collection[str]
 ) -> Iterator[Refusal]:
-    """Yield refusals of changes that reach no stored weight; one stored weight may stand for several tied weights."""
+    """Yield refusals of changes that no stored weight contains; one stored weight may represent several tied
+    weights.
+    """
     reached_names = {name for target in changed_targets.values() for name in origin_names(target)}
     for name in sorted(changes.names - reached_names.union(tied_changes)):
         if name in ties:
@@ -531,7 +538,7 @@ def _refuse_misfits(model: Container, changes: Changes, changed_targets: Mapping
 
 
 def _refuse_tied(model: Model, changed_targets: Mapping[str, Target], tied_changes: set[str]) -> Iterator[Refusal]:
-    """Yield refusals of tied weights of which the adapter changes only one: merging would change both."""
+    """Yield refusals of tied weights of which the adapter changes only one, because merging would change both."""
     if model.family is None:
         return
     groups = [{alias, *chain} for alias, chain in model.sizes.originals.items()]

@@ -1,8 +1,10 @@
-"""Conversions in words: how axes move between tensor names and shapes, and what a family's axes and dialects mean.
+"""Describes conversions in words: how axes move between tensor names and shapes, and what a family's axes and dialects
+mean.
 
-Each line of a plan says which axes move from names to shapes or back, and what is transposed, joined or split.
+For each line of a printed plan, this module describes which axes move from names to shapes or back, and which tensors
+are transposed, joined or split.
 
-The families' tables only have names and formulas; this module lists the meanings of dialects and axes.
+The families' tables contain only names and formulas; this module contains the meanings of dialects and axes.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ RENAMED, UNCHANGED = "renamed", "unchanged"
 
 
 class _ParsedRule(msgspec.Struct, frozen=True):
-    """A table rule (`name = layout`) of a dialect, parsed again from its text."""
+    """A table line (`name = layout`) of a dialect, parsed again from its text."""
 
     name: Name
     expression: Expression
 
     @property
     def short(self) -> str:
-        """The rule as plans show it: `name[axes]`, without the logical tensor, which the plan's row names already."""
+        """The table line as plans show it, `name[axes]`, without the logical tensor, because the plan's row already
+        names it.
+        """
         dims = self.expression.text
         return f"{self.name.text}{dims[dims.index('[') :]}"
 
@@ -41,11 +45,12 @@ def _rule(text: str) -> _ParsedRule:
 
 
 def words(route: Route, sizes: Mapping[str, int]) -> str:
-    """Describe how a line of a plan moves axes: `name e -> shape, transposed, joined`; or `renamed`, `unchanged`.
+    """Describe how a line of a printed plan moves axes, as in `name e -> shape, transposed, joined`, or `renamed`, or
+    `unchanged`.
 
     Args:
         route: one line of a printed plan.
-        sizes: axis -> size, if known; padding of size 0 is ignored.
+        sizes: axis -> size, for known sizes; padding of size 0 is not mentioned.
     """
     target = _rule(route.target)
     sources = [_rule(text) for text in route.source if text]
@@ -63,23 +68,29 @@ def words(route: Route, sizes: Mapping[str, int]) -> str:
 
 
 def rules(route: Route) -> tuple[tuple[str, ...], str]:
-    """Return the source's rules and the target's rule of a plan's line, in the short form in which plans show them."""
+    """Return the source's table lines and the target's table line for a line of a plan, in the short form in which
+    plans show them.
+    """
     return tuple(_rule(text).short for text in route.source if text), _rule(route.target).short
 
 
 class Arrangement(msgspec.Struct, frozen=True):
-    """The axes of one table rule, those in the tensor name and those in each dim, for drawings."""
+    """The axes of one table line, in the tensor name and in each dim, for drawings."""
 
     rule: str
-    """The rule in the short form in which plans show it."""
+    """The table line in the short form in which plans show it."""
     name: tuple[str, ...]
-    """Axes in the tensor name: every index along them is a tensor of its own."""
+    """Axes in the tensor name; every index along them is a separate tensor."""
     dims: tuple[tuple[tuple[str, bool], ...], ...]
-    """For each dim, its axes and texts from left to right: `(axis, True)`, or `(text, False)` for text between axes."""
+    """For each dim, its axes and texts from left to right: `(axis, True)` for an axis, `(text, False)` for a text
+    between axes.
+    """
 
 
 def arrangements(route: Route) -> tuple[tuple[Arrangement, ...], Arrangement]:
-    """Return the arrangements of the source's rules and of the target's rule in a line of a plan."""
+    """Return the arrangements of axes for the source's table lines and for the target's table line in a line of a
+    plan.
+    """
     return tuple(_arrangement(_rule(text)) for text in route.source if text), _arrangement(_rule(route.target))
 
 
@@ -100,16 +111,16 @@ def _words_of(node: Node) -> Iterator[tuple[str, bool]]:
 
 
 def divide_bytes(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Tell how many bytes of a plan line's target tensors come from each source rule.
+    """Return how many bytes of the target tensors of a plan's line come from each table line of the source.
 
     Args:
         route: one line of a printed plan.
-        nbytes: size in bytes of all target tensors of the line.
-        sizes: axis -> size, if known.
+        nbytes: size in bytes of all target tensors of the plan's line.
+        sizes: axis -> size, for known sizes.
 
     Returns:
-        Source rule in short form -> bytes, which add up to `nbytes`; a single entry for all rules together if an axis
-        size is unknown, or if there is padding.
+        The source's table line in short form -> bytes; the sum is `nbytes`. There is a single entry for all table lines
+        if an axis size is unknown, or if there is padding.
     """
     target, sources = _rule(route.target), [_rule(text) for text in route.source if text]
     together = {" + ".join(rule.short for rule in sources) or "(tied)": nbytes}
@@ -126,7 +137,7 @@ def divide_bytes(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[st
 
 
 def _describe_places(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe axes that move between the tensor name and the shape."""
+    """Describe which axes move from the tensor name to the shape, or back."""
     for rule in sources:
         inward = [axis for axis in rule.name.axes if axis in target.expression.axes]
         outward = [axis for axis in target.name.axes if axis in rule.expression.axes]
@@ -137,7 +148,7 @@ def _describe_places(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Ite
 
 
 def _describe_order(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe axes that change their order within the shape: whole dims, or the axes merged in one dim."""
+    """Describe which axes change their order within the shape: whole dims, or axes merged in one dim."""
     for rule in sources:
         for component in [each for each in rule.expression.components if each in target.expression.components]:
             before, after = (_dims(side.expression, component) for side in (rule, target))
@@ -154,7 +165,7 @@ def _describe_order(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iter
 
 
 def _describe_packing(sources: Sequence[_ParsedRule], target: _ParsedRule) -> Iterator[str]:
-    """Describe whether several weights are joined in one tensor, or one tensor is split into several weights."""
+    """Describe whether several weights are joined into one tensor, or one tensor is split into several weights."""
     together = max(len(rule.expression.components) for rule in sources)
     if len(target.expression.components) > together:
         yield "joined"
@@ -180,26 +191,30 @@ def _has_padding(expression: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def _dims(expression: Expression, component: str) -> list[list[str]]:
-    """Return the axes of one component (logical tensor) in stored order, dim by dim."""
+    """Return the axes of one component (logical tensor) in stored order: one list for each dim."""
     shares = expression.layout(dict.fromkeys(expression.axes, 2)).shares[component]
     return [[axis for axis, _, _ in share.axes] for share in shares]
 
 
 class AxisMove(msgspec.Struct, frozen=True):
-    """Where one axis of a logical tensor is stored in source and target: in a tensor name, or in a dim."""
+    """Where one axis of a logical tensor is stored in source and target: in the tensor name, or in a dim."""
 
     component: str
     """Name of the logical tensor."""
     axis: str
     """Name of the axis."""
     before: str
-    """Place of the axis in the source: `name`; `dim 0`; or `dim 0 (g r c)` if the dim merges several axes."""
+    """Where the axis is in the source: `name` for the tensor name, `dim 0`, or `dim 0 (g r c)` for a dim that merges
+    several axes.
+    """
     after: str
-    """Place of the axis in the target, written as in `before`."""
+    """Where the axis is in the target, written as in `before`."""
 
 
 def axis_moves(route: Route) -> list[AxisMove]:
-    """Return where each axis of a plan line's logical tensors is stored, in the target's order, outermost first."""
+    """Return where each axis of the logical tensors in a plan's line is stored, in the target's order, outermost axis
+    first.
+    """
     target = _rule(route.target)
     moves = []
     for component in target.expression.components:
@@ -212,7 +227,7 @@ def axis_moves(route: Route) -> list[AxisMove]:
 
 
 def _axis_places(rule: _ParsedRule, component: str) -> dict[str, str]:
-    """Return axis -> its place (name or dim) in a rule, for the axes of one component (logical tensor)."""
+    """Return axis -> its place (name or dim) in a table line, for the axes of one component (logical tensor)."""
     places = dict.fromkeys(rule.name.axes, "name")
     for number, axes in enumerate(_dims(rule.expression, component)):
         text = f"dim {number}" if len(axes) == 1 else f"dim {number} ({' '.join(axes)})"
@@ -227,11 +242,11 @@ class Peer(msgspec.Struct, frozen=True):
     """The framework whose checkpoint layout a dialect describes."""
 
     framework: str
-    """Name of the framework's package; empty for a dialect of a user's table."""
+    """Name of the framework's package; empty for a dialect from a user's table."""
     version: str
-    """Version of the framework with which the tables were compared; empty for layouts of Transaxle itself."""
+    """Version of the framework with which the tables were compared; empty for layouts that Transaxle itself defines."""
     what: str
-    """Which of the framework's layouts the dialect describes."""
+    """Description of the framework's layout to which the dialect corresponds."""
 
 
 PEERS: Mapping[str, Peer] = {
@@ -278,23 +293,23 @@ _WORDS = {
     "v_head_dim": "dims of a head of values",
     "-n % 64": "rows of padding, so that the vocabulary is a multiple of 64",
 }
-"""Formula of an axis's size (a key of config.json) -> what an axis of that size counts."""
+"""Formula of an axis's size (a key of the config) -> what an axis of that size counts."""
 _PADDING = "rows or columns of padding"
 
 
 class NamedAxis(msgspec.Struct, frozen=True):
-    """A line in the legend that explains a family's axes."""
+    """One row of the legend that explains a family's axes."""
 
     axis: str
     """Letter or word that names the axis."""
     size: str
-    """Formula of the axis's size, from keys of config.json; empty if the size follows from tensor shapes."""
+    """Formula of the axis's size, made of config keys; empty if the size follows from tensor shapes."""
     meaning: str
-    """What the axis counts; empty if only the formula of its size tells."""
+    """What the axis counts; empty if only the formula of its size shows it."""
 
 
 def peer_of(label: str) -> Peer:
-    """Return the framework whose layout a dialect describes, by the dialect's label."""
+    """Return the framework whose layout the dialect with a given label describes."""
     return PEERS.get(label, _NO_PEER)
 
 

@@ -1,7 +1,7 @@
-"""Reading a written target back: compares the target with the plan byte for byte, or with its manifest and its source.
+"""Reads a written target back, and compares it with the plan byte for byte, or with its manifest and its source.
 
-A run that was interrupted after its last step, the rename, leaves a target that a resumed run finds. The resumed run
-keeps that target if every byte is as planned, and otherwise refuses it like any existing target.
+If a run is interrupted after its last step, the rename to the final name, a resumed run finds a complete target. The
+resumed run accepts that target if every byte is as planned; otherwise it refuses the target, like any existing target.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker, limits, no_progress
 
 _MODEL_OPTIONS = ("config", "axes", "rules")
-"""Options with which the source was opened that describe the model, and so also serve to open the result."""
+"""Options used to open the source that describe the model, and are therefore used to open the result too."""
 ProgressContext = Callable[[int, str], AbstractContextManager[Progress]]
-"""From the total bytes of a task and the task's name, returns a context that shows the task's progress."""
+"""A function from the total bytes and the name of a task to a context that shows the task's progress."""
 
 
 @contextmanager
@@ -50,14 +50,15 @@ def read_back(
     limit: Limits,
     watching: ProgressContext = _no_progress,
 ) -> Verification:
-    """Check a written checkpoint against its manifest and the source; to compare encoded tensors, encode them again.
+    """Check a written checkpoint against its manifest and against the source; encoded tensors are encoded again for
+    this.
 
     Args:
         prepared: the plan that was executed.
         target: path of the written checkpoint.
         reading: options with which the source was opened.
         limit: number of worker threads, and memory of their buffers.
-        watching: returns a context that shows the progress of a task.
+        watching: function that returns a context which shows the progress of a task.
     """
     with open_checkpoint(target, **_result(prepared, target, reading)) as written:
         with watching(written.container.nbytes, "verifying") as progress:
@@ -71,9 +72,10 @@ def read_back(
 
 
 def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that open the written checkpoint as the plan describes it.
+    """Return the options with which the written checkpoint is opened, so that it is read as the plan describes it.
 
-    A folder has a manifest and a config. A single file has neither, and its tensor names may fit several families.
+    A target folder has a manifest and a config. A target file has no manifest and no config, and its tensor names may
+    fit several families.
     """
     shared_options = {name: reading[name] for name in _MODEL_OPTIONS if reading.get(name)}
     plan = prepared.plan
@@ -85,10 +87,10 @@ def _result(prepared: Prepared, target: str, reading: Mapping[str, Any]) -> dict
 
 
 def check_saved(target: str) -> Verification:
-    """Check a saved checkpoint against hashes that were computed from the tensors in memory while it was written.
+    """Check a saved checkpoint against the hashes that were computed from the tensors in memory when it was written.
 
     Raises:
-        Refused: CORRUPT, with every problem that was found.
+        Refused: with code CORRUPT, and every problem that was found.
     """
     with open_checkpoint(target) as written:
         verification = verify(written, limits(), no_progress)
@@ -100,7 +102,7 @@ def refuse_unequal(verification: Verification, target: str) -> None:
     """Raise an error if a verification found problems or differences.
 
     Raises:
-        Refused: CORRUPT, with every problem and every tensor that differs from the source.
+        Refused: with code CORRUPT, and every problem and every tensor that differs from the source.
     """
     hint = "The checkpoint is there, and is wrong. Check memory and disk, and convert again with overwrite=True."
     differing = (
@@ -112,14 +114,14 @@ def refuse_unequal(verification: Verification, target: str) -> None:
 
 
 def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progress, errors: dict[str, Error]) -> bool:
-    """Tell whether a target exists and has, byte for byte, the planned content.
+    """Return whether a target exists and has, byte for byte, the planned content.
 
     Args:
         prepared: the plan with its open source and the layout of its target files.
         target: path of the target, or URL of an existing target.
         limit: number of worker threads, and memory of their buffers.
-        progress: called with the number of bytes of each compared block.
-        errors: receives the rounding error of each encoded tensor, by its name in the family's table.
+        progress: function called with the number of bytes of each compared block.
+        errors: dict into which the rounding error of each encoded tensor is written, by tensor name.
 
     Raises:
         TransaxleError: any error of reading the source or the target.
@@ -141,7 +143,7 @@ def _source(prepared: Prepared) -> Storage:
 
 
 def _has_planned_files(prepared: Prepared, storage: Storage) -> bool:
-    """Tell whether the names, sizes and headers of the target's files are as planned."""
+    """Return whether the names, sizes and headers of the target's files are as planned."""
     plan, single = prepared.plan, storage.single
     if single is None:
         if set(walk_files(storage)) != {*plan.files, MANIFEST}:
@@ -164,7 +166,9 @@ def _has_fragment(storage: Storage, fragment: Fragment) -> bool:
 def _same_bytes(
     prepared: Prepared, storage: Storage, limit: Limits, progress: Progress, errors: dict[str, Error]
 ) -> bool:
-    """Compare the target with every tensor and copied file, all produced again, and then with the planned manifest."""
+    """Produce every tensor and copied file again and compare them with the target; then compare the target's manifest
+    with the planned manifest.
+    """
     plan, single = prepared.plan, storage.single
     tensors = _compare_tensors(prepared, plan.tensors, storage, limit, progress, errors)
     if tensors is None:
@@ -195,13 +199,13 @@ def _compare_tensors(
         items: the planned tensors to compare.
         storage: the written files.
         limit: number of worker threads, and memory of their buffers.
-        progress: called with the number of bytes of each compared block.
-        errors: receives the rounding error of each encoded tensor, by its name in the family's table.
-        differing: receives the names of tensors that differ; None: stop at the first difference.
-        span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
+        progress: function called with the number of bytes of each compared block.
+        errors: dict into which the rounding error of each encoded tensor is written, by tensor name.
+        differing: list to which the names of tensors that differ are added; None means to stop at the first difference.
+        span_size: number of bytes that are hashed together; None means `SPAN`.
 
     Returns:
-        Name -> hash of each tensor; None if a tensor differs.
+        Tensor name -> hash; None instead of the dict if a tensor differs.
     """
     workers = partial(Worker, _source(prepared), limit)
     errors_by_name: dict[str, Error] = {}
@@ -217,14 +221,14 @@ def _compare_tensors(
 
 
 class _ComparingSink(HashingFiles):
-    """A sink that compares the bytes it receives with existing files instead of writing them.
+    """A sink (receiver of tensor bytes) that compares the bytes with existing files instead of writing them.
 
     Args:
         storage: the existing files.
-        tensors: the expected tensors.
-        progress: called with the number of bytes of each compared block.
-        first_only: stop at the first difference.
-        span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
+        tensors: the tensors whose bytes the sink receives.
+        progress: function called with the number of bytes of each compared block.
+        first_only: whether to stop at the first difference.
+        span_size: number of bytes that are hashed together; None means `SPAN`.
     """
 
     def __init__(
@@ -238,7 +242,8 @@ class _ComparingSink(HashingFiles):
     ) -> None:
         places = [tensor.everywhere for tensor in tensors]
         super().__init__(None, places, range(len(tensors)), progress, span_size=span_size)
-        self.batches_steps = False  # a comparison needs each step's bytes at once, not gathered with later ones
+        # a comparison needs the bytes of each step immediately, not gathered with the bytes of later steps
+        self.batches_steps = False
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage
@@ -246,12 +251,12 @@ class _ComparingSink(HashingFiles):
         self._first_only = first_only
 
     def add_take(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
-        """See `Sink`."""
+        """Queue a step that compares a block of a tensor with the stored bytes; see `Sink.add_take`."""
         steps.call(partial(self._look, key, start, data), READING)
         super().add_take(steps, key, start, data)
 
     def _look(self, key: int, start: int, data: memoryview) -> None:
-        """Compare bytes of a planned tensor with the stored bytes."""
+        """Compare a block of a planned tensor with the stored bytes."""
         if self.wrong and self._first_only:
             raise StoppedError
         tensor, storage = self._tensors[key], self._storage
@@ -264,7 +269,9 @@ class _ComparingSink(HashingFiles):
 
 
 def compare_with_plan(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:
-    """Compare a written checkpoint with the plan's tensors, which are produced (and encoded) again from the source."""
+    """Compare a written checkpoint with the tensors of the plan, which are produced (and encoded) again from the
+    source.
+    """
     plan, differing = prepared.plan, list[str]()
     _compare_tensors(
         prepared, plan.tensors, written.container.storage, limit.with_min_block(plan.band), progress, {}, differing

@@ -1,14 +1,15 @@
-"""Turns a container's catalog into transfers: the only place where copies of elements become copies of bytes.
+"""Turns copies of tensor elements into transfers (copies of byte ranges), using the places of stored tensors in a
+container's catalog.
 
-Targets that differ only in a layer or expert index have the same transfers at different places. If an axis of the
-target's name is a whole dim of the stored tensors, and each chunk has one index of it, then targets of all indices read
-the same parts of different chunks. So only the first target's transfers are computed from its boxes, and the transfers
-of all further targets follow from the offsets of their chunks (`Stamps`).
+Targets that differ only in a layer or expert index have the same transfers, but at different offsets. If an axis of the
+target's name is a whole dim of the stored tensors, and each chunk has a single index of that dim, then the targets of
+all indices read the same regions of different chunks. So transfers are computed from boxes only for the first target;
+the transfers of all other targets follow from the offsets of their chunks (`Stamps`).
 
-The same bytes may be described with a different dtype and shape, as `view` does for arrays. A file stores 4-bit codes
-as bytes, in the dims of its convention (`U8 [E, 2F, D/32, 16]`), and a scale of a whole tensor as `[1]` or `[]`. Tables
-and tiles count elements: `F4 [E, 2F, D]`, one scale per tile. Both descriptions are of the same row-major bytes, so
-nothing is moved: only positions are translated (`redescribe`).
+The same bytes may also be described with a different dtype and shape, as `view` does for arrays. A file stores 4-bit
+codes as bytes, with the dims that its convention prescribes (`U8 [E, 2F, D/32, 16]`), and the scale of a whole tensor
+as `[1]` or `[]`. Tables and tiles count elements instead: `F4 [E, 2F, D]`, with one scale per tile. Both descriptions
+refer to the same row-major bytes, so no bytes are moved; only positions are translated (`redescribe`).
 """
 
 from __future__ import annotations
@@ -34,50 +35,52 @@ from transaxle.formats.storage.copier import Bytes
 from transaxle.move.transfer import Scratch, Transfer, lower, produce
 
 _NOWHERE = -1
-"""An index that no chunk has."""
+"""An index that no chunk of a tensor has."""
 
 
 class PlacedTransfer(NamedTuple):
-    """A transfer computed from boxes, with the stored chunk that it reads."""
+    """A transfer computed from boxes, together with the stored chunk that it reads."""
 
     source: str
     """Name of the stored tensor that the transfer reads."""
     chunk: int
-    """Index of the chunk that it reads in the stored tensor's extents."""
+    """Index of the chunk in the stored tensor's extents."""
     transfer: Transfer
     """The transfer (read of byte ranges) itself."""
 
 
 class _Fill(NamedTuple):
-    """One transfer of a stamp, which applies to many targets."""
+    """One transfer of a `_Stamp`, which is the same for many targets except for its offset."""
 
     chunks: Mapping[Shape, Extent]
-    """The target's index along the stamp's axes -> the chunk that the transfer reads."""
+    """The target's indices along the stamp's axes -> the chunk that the transfer reads."""
     begin: int
-    """Offset in bytes at which the transfer begins in the chunk."""
+    """Offset in bytes in the chunk at which the transfer begins."""
     target: int
-    """Offset in bytes at which the transfer begins in the target, as in `Transfer`."""
+    """Offset in bytes in the target at which the transfer begins, as in `Transfer`."""
     width: int
-    """Number of bytes in a contiguous run, as in `Transfer`."""
+    """Number of bytes in each contiguous run, as in `Transfer`."""
     loops: tuple[Loop, ...]
-    """Loops, as in `Transfer`."""
+    """Loops over the runs, as in `Transfer`."""
 
 
 class _Stamp(NamedTuple):
-    """The transfers of many targets, with the properties that all of them share."""
+    """The transfers of many similar targets, with the properties that these targets share."""
 
     parts: tuple[TargetPart, ...]
-    """The parts that all these targets share; kept alive because their identity (`id`) is the key of the cache."""
+    """The `TargetPart` objects that these targets share; they are kept alive because their identity (`id`) is the key
+    of the cache.
+    """
     target: Layout
     dtype: str
     axes: tuple[str, ...]
     """Axes of the target's name, in the order of the stored tensors' dims."""
     fills: Sequence[_Fill]
-    """Transfers of each target, sorted by target offset."""
+    """Transfers that every such target has, sorted by target offset."""
 
 
 class Stamps:
-    """A cache of transfers for targets that share their parts and differ only in an index.
+    """A cache of transfers for targets that consist of the same parts and differ only in an index.
 
     Args:
         entries: the stored tensors.
@@ -85,7 +88,7 @@ class Stamps:
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
-        self._stamps: dict[int, _Stamp] = {}  # keyed by the identity of the parts, which similar targets share
+        self._stamps: dict[int, _Stamp] = {}  # the key is the identity (`id`) of the parts, which similar targets share
         self._chunks: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[Shape, Extent]]] = {}
 
     def transfers(self, target: Target) -> tuple[Transfer, ...] | None:
@@ -98,7 +101,7 @@ class Stamps:
             position = tuple(index.values())
         else:
             position = tuple([index.get(axis, _NOWHERE) for axis in stamp.axes])
-        if len(stamp.fills) == 1:  # the most frequent case: an expert's matrix in one chunk
+        if len(stamp.fills) == 1:  # the most frequent case is an expert's matrix in one chunk
             ((chunks, begin, target_offset, width, loops),) = stamp.fills
             chunk = chunks.get(position)
             return None if chunk is None else (Transfer(chunk.file, chunk.offset + begin, target_offset, width, loops),)
@@ -111,10 +114,10 @@ class Stamps:
         return tuple(filled)
 
     def learn(self, target: Target, placed_transfers: Sequence[PlacedTransfer]) -> None:
-        """Store the transfers of a target, if further targets may have the same transfers.
+        """Store the transfers of a target in the cache, if later targets may have the same transfers.
 
         Args:
-            target: a target that is filled completely.
+            target: a target that stored tensors fill completely.
             placed_transfers: the target's transfers.
         """
         pinned = _name_axis_dims(target)
@@ -125,7 +128,7 @@ class Stamps:
         fills = []
         for name, number, transfer in placed_transfers:
             dims, chunk = dims_by_name[name], self._entries[name].extents[number]
-            # Chunks of different indices differ only in their offset if each chunk has a single index.
+            # If each chunk has a single index, chunks of different indices differ only in their offset.
             if any((chunk.start[dim], chunk.shape[dim]) != (at, 1) for dim, at in zip(dims, position, strict=True)):
                 return
             begin = transfer.source - chunk.offset
@@ -135,7 +138,7 @@ class Stamps:
         self._stamps[id(target.parts)] = _Stamp(target.parts, target.layout, target.dtype, axes, fills)
 
     def _similar_chunks(self, name: str, chunk: Extent, dims: tuple[int, ...]) -> dict[Shape, Extent]:
-        """Return index -> chunk, for chunks that differ from the given one only in their index along some dims."""
+        """Return index -> chunk, for chunks that differ from the given chunk only in their index along some dims."""
         dims_left = [dim for dim in range(len(chunk.start)) if dim not in dims]
         index_of, other_dims_of = _dims_getter(dims), _dims_getter(dims_left)
         sets = self._chunks.get((name, dims))
@@ -148,16 +151,16 @@ class Stamps:
 
 
 def _dims_getter(dims: Sequence[int]) -> Callable[[Shape], Shape]:
-    """Return a function that selects some dims of an index; `dims` are in ascending order."""
+    """Return a function that selects some dims of an index; `dims` must be in ascending order."""
     if not dims or dims[-1] - dims[0] == len(dims) - 1:
         return itemgetter(slice(dims[0], dims[-1] + 1) if dims else slice(0))
     return lambda index: tuple([index[dim] for dim in dims])
 
 
 def _name_axis_dims(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]] | None:
-    """Return which dims of each stored tensor are axes of the target's name, and these axes in order.
+    """Return which dims of each stored tensor are axes of the target's name, and return these axes in order.
 
-    A dim counts only if it consists of the axis alone. The result is None unless every axis of the name is a dim of
+    A dim is included only if it consists of a single axis. The result is None unless every axis of the name is a dim of
     every stored tensor, in the same order.
     """
     index = target.index
@@ -191,21 +194,23 @@ def _name_axis_dims(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[s
 
 Intervals = Sequence[Sequence[Interval]]
 _Group = tuple[tuple[int, ...], int | None]
-"""Dims of one shape that make up one dim of a second shape; None for dims of size 1 that the second shape lacks."""
+"""The dims of one shape that correspond to one dim of a second shape; None for dims of size 1 that the second shape
+lacks.
+"""
 
 
 @lru_cache(maxsize=4096)
 def _unit(dtype: str, smaller: str) -> int:
-    """Return how many elements of the smaller dtype have together the size of one element of the first dtype."""
+    """Return how many elements of the smaller dtype have the same size as one element of the larger dtype."""
     return ITEM_BITS.get(dtype, 8) // ITEM_BITS.get(smaller, 8)
 
 
 @lru_cache(maxsize=4096)
 def _match_dims(stored: Shape, shape: Shape) -> tuple[_Group, ...] | None:
-    """Match the dims of a stored shape with the dims of a shape that merges some of them; ignore dims of size 1.
+    """Match the dims of a stored shape with the dims of a shape that merges some of them. Dims of size 1 are ignored.
 
     Returns:
-        Groups of dims in order; None if a dim of the stored shape would have to be split.
+        Groups of stored dims, in order; None if a dim of the stored shape would have to be split.
     """
     groups: list[_Group] = []
     remaining = [dim for dim, size in enumerate(stored) if size != 1]
@@ -231,7 +236,7 @@ def _require_match(name: str, stored: Shape, shape: Shape) -> tuple[_Group, ...]
 
 
 def _scale_last_dim(shape: Shape, unit: int) -> Shape:
-    """Return the shape with its last dim counted in smaller elements, `unit` per element."""
+    """Return a shape with its last dim counted in smaller elements, of which `unit` make up one element."""
     return (*shape[:-1], shape[-1] * unit) if shape else shape
 
 
@@ -239,14 +244,14 @@ def redescribe(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
     """Describe the bytes of a stored tensor with a different dtype and shape.
 
     Args:
-        entry: the stored tensor.
+        entry: the stored tensor, as an entry of the catalog.
         name: name of the new description.
-        dtype: safetensors code of the new dtype, whose elements are not larger than the stored ones.
-        shape: number of new elements along each dim.
+        dtype: safetensors code of the new dtype; its elements must not be larger than the stored elements.
+        shape: number of elements of the new dtype along each dim.
 
     Raises:
-        Refused: SHAPE_MISMATCH if the new shape has a different size in bytes; UNSUPPORTED if chunks or strides of the
-            stored tensor are no boxes in the new shape.
+        Refused: with code SHAPE_MISMATCH, if the new shape has a different size in bytes; with code UNSUPPORTED, if
+            chunks or strides of the stored tensor are not boxes in the new shape.
     """
     unit = _unit(entry.dtype, dtype)
     stored = _scale_last_dim(entry.shape, unit)
@@ -269,7 +274,7 @@ def redescribe(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
 def _redescribe_extent(
     name: str, extent: Extent, unit: int, stored: Shape, shape: Shape, groups: Sequence[_Group]
 ) -> Extent:
-    """Describe one chunk with a different shape; the chunk must be a box in both shapes, with strides of a box."""
+    """Describe one chunk with a different shape; the chunk must be a box with strides in both shapes."""
     first, sizes = _scale_last_dim(extent.start, unit), _scale_last_dim(extent.shape, unit)
     steps = None
     if extent.strides is not None:
@@ -307,17 +312,18 @@ def translate_box(
 
     Args:
         name: name of the tensor, for errors.
-        intervals: for each stored dim, the selected positions, in order.
+        intervals: for each dim of the stored tensor, the selected positions, in order.
         dtype: dtype of the stored elements.
         stored: number of elements along each stored dim.
-        target: dtype of the second description, whose elements are not larger.
+        target: dtype of the second description; its elements must not be larger than the stored elements.
         shape: number of elements along each dim of the second description.
 
     Returns:
-        For each dim of the second description, the same elements in the same order; None if the box is empty.
+        For each dim of the second description, the positions of the same elements in the same order; None if the box is
+        empty.
 
     Raises:
-        Refused: UNSUPPORTED if the box is no box in the second description.
+        Refused: with code UNSUPPORTED, if the box is not a box in the second description.
     """
     if not all(any(start < stop for start, stop in ranges) for ranges in intervals):
         return None
@@ -334,7 +340,7 @@ def translate_box(
 
 
 def _merge_dims(intervals: Sequence[Sequence[Interval]], sizes: Sequence[int]) -> Iterator[Interval]:
-    """Yield the positions of several dims merged into one."""
+    """Yield the positions in a dim that merges several dims."""
     *outer, inner = intervals
     if not outer:
         yield from inner
@@ -351,16 +357,17 @@ def _merge_dims(intervals: Sequence[Sequence[Interval]], sizes: Sequence[int]) -
 
 _SCRATCH = 1 << 20
 _CHUNKS = 4
-"""Transfers of a tensor with at least this number of chunks are cached by chunk."""
+"""The transfers of a tensor with at least this number of chunks are cached by chunk."""
 _ABSENT: Code = "INCOMPLETE"
 
 
 class Source:
-    """The source tensors from which target tensors are composed: turns target tensors into transfers.
+    """The source tensors from which target tensors are composed; it turns target tensors into transfers (reads of byte
+    ranges).
 
     Args:
         container: the container with the source's files.
-        entries: the source tensors, by the names that targets give as origins; None: the stored tensors.
+        entries: name by which targets refer to a source tensor -> the source tensor; None means the stored tensors.
     """
 
     def __init__(self, container: Container, entries: Mapping[str, Entry] | None = None) -> None:
@@ -371,20 +378,22 @@ class Source:
         self._similar_stamps = SimilarStamps(self.entries)
 
     def transfers(self, target: Target, intervals: Intervals | None = None) -> list[Transfer]:
-        """Return the transfers that fill a target tensor, or a chunk of it, sorted by target offset.
+        """Return the transfers that fill a target tensor, or the region of it that `intervals` selects, sorted by
+        target offset.
 
         Raises:
-            Refused: INCOMPLETE if elements of the target are not stored; UNSUPPORTED if packed elements would be split.
+            Refused: with code INCOMPLETE, if elements of the target are not stored; with code UNSUPPORTED, if packed
+                elements would be split.
         """
         if intervals is None:
             return list(self.whole_transfers(target))
         return [transfer for _, _, transfer in self._compute_transfers(target, intervals)]
 
     def whole_transfers(self, target: Target) -> tuple[Transfer, ...]:
-        """Return the transfers that fill a whole target tensor; optimized for very many calls.
+        """Return the transfers that fill a whole target tensor; this function is optimized for very many calls.
 
         Raises:
-            Refused: see `transfers`.
+            Refused: as for `transfers`.
         """
         cached = (self._stamps and self._stamps.transfers(target)) or self._similar_stamps.transfers(target)
         if cached:
@@ -397,7 +406,7 @@ class Source:
         return tuple([transfer for _, _, transfer in placed_transfers])
 
     def _compute_transfers(self, target: Target, intervals: Intervals | None) -> list[PlacedTransfer]:
-        """Compute the transfers that fill a target tensor, or a chunk of it, from their boxes."""
+        """Compute from boxes the transfers that fill a target tensor, or the region of it that `intervals` selects."""
         whole = target.whole_source if intervals is None or _select_all(intervals, target.shape) else None
         if whole is not None and is_one_run(self.entries[whole]):
             (extent,) = self.entries[whole].extents
@@ -420,7 +429,7 @@ class Source:
         return placed_transfers
 
     def covers(self, target: Target) -> bool:
-        """Tell whether all elements of a target are stored."""
+        """Return whether all elements of a target are stored."""
         try:
             self.transfers(target)
         except TransaxleError as error:
@@ -438,7 +447,7 @@ class Source:
 
 
 def _select_all(intervals: Intervals, shape: tuple[int, ...]) -> bool:
-    """Tell whether intervals select every position of a tensor, in order."""
+    """Return whether intervals select every position of a tensor, in order."""
     return all(len(spans) == 1 and tuple(spans[0]) == (0, size) for spans, size in zip(intervals, shape, strict=True))
 
 
@@ -447,7 +456,7 @@ def _target_offset(placed: PlacedTransfer) -> int:
 
 
 def _in_bytes(entry: Entry, bits: int, move: BoxCopy) -> BoxCopy:
-    """Convert a copy of elements smaller than a byte into a copy of bytes; the copy must not split a byte."""
+    """Convert a copy of elements smaller than a byte into a copy of bytes. The copy must not split a byte."""
     loops = move.loops or ((1, 1, 1),)
     *outer, (count, source, target) = loops
     edges = [move.source_offset, move.target_offset, count, *(step for _, *steps in outer for step in steps)]
@@ -464,28 +473,32 @@ def _in_bytes(entry: Entry, bits: int, move: BoxCopy) -> BoxCopy:
 
 
 class _SimilarStamp(NamedTuple):
-    """The transfers of targets that take the same parts of similar tensors."""
+    """The transfers of targets that read the same regions of similar tensors."""
 
     target: Target
-    """The first of these targets; kept alive because the identities (`id`) of its parts are the key of the cache."""
+    """The first of these targets; it is kept alive because the identities (`id`) of its parts are the key of the
+    cache.
+    """
     axes: tuple[str, ...]
     """Axes of the target's name."""
     forms: Sequence[_Form]
     """Chunk layout of each stored tensor that the target reads."""
     moves: Sequence[tuple[int, int, int, int, tuple[Loop, ...]]]
-    """For each transfer: (chunk number over all read tensors, offset in the chunk, target offset, width, loops)."""
+    """For each transfer: (chunk number counted over all tensors, offset in the chunk, target offset, width of a run,
+    loops).
+    """
 
 
 _Form = tuple[tuple[Shape, Shape, Shape | None], ...]
-"""Start, shape and strides of each chunk of a stored tensor, which determine its transfers except for offsets."""
+"""Start, shape and strides of each chunk of a stored tensor; these determine its transfers except for offsets."""
 
 
 class SimilarStamps:
-    """A cache of transfers for targets that take the same parts of similar tensors with different indices.
+    """A cache of transfers for targets that read the same regions of similar tensors with different indices.
 
-    Whether a target takes one expert or joins all experts, every layer is filled in the same way, from the same parts
-    of the tensors with the layer's index. So only the first target's transfers are computed from boxes; the transfers
-    of further targets follow from the offsets of their tensors' chunks, if the chunks have the same layout.
+    A target may be one expert or join all experts. In both cases, every layer is filled in the same way, from the same
+    regions of the tensors with the layer's index. So transfers are computed from boxes only for the first target. The
+    transfers of later targets follow from the offsets of their tensors' chunks, if the chunks have the same layout.
 
     Args:
         entries: the stored tensors.
@@ -517,10 +530,10 @@ class SimilarStamps:
         )
 
     def learn(self, target: Target, placed_transfers: Sequence[PlacedTransfer]) -> None:
-        """Store the transfers of a target, if further targets may have the same transfers.
+        """Store the transfers of a target in the cache, if later targets may have the same transfers.
 
         Args:
-            target: a target that is filled completely.
+            target: a target that stored tensors fill completely.
             placed_transfers: the target's transfers.
         """
         key = _key(target)
@@ -542,7 +555,7 @@ class SimilarStamps:
 
 
 def _key(target: Target) -> Hashable:
-    """Return the key that similar targets share; None if no target is similar to this one."""
+    """Return the cache key that similar targets share; None if no target can be similar to the given target."""
     index = target.index
     key: list[Hashable] = [id(target.layout)]
     for part in target.parts:
@@ -554,5 +567,5 @@ def _key(target: Target) -> Hashable:
 
 
 def _names(target: Target) -> list[str]:
-    """Return the names of the stored tensors that a target reads, if its parts come from similar tensors."""
+    """Return the names of the stored tensors that a target reads, if it reads them from similar tensors."""
     return [name for part in target.parts if isinstance(part.origins, AlikePart) for name in part.origins.names]

@@ -1,18 +1,18 @@
-"""The bytes that a refit (copying a trainer's weights into an inference engine) moves between ranks.
+"""Computes the bytes that a refit (copying a trainer's weights into an inference engine) moves between ranks.
 
-**Traffic**: the bytes that a refit would move between every pair of ranks, computed from the parts of each tensor that
-the ranks have.
+**Traffic**: the bytes that a refit would move between every pair of ranks, computed from the shards of each tensor on
+each rank.
 
-Only kinds of tensors, pipeline stages and ranks are enumerated: overlaps of boxes follow from their intervals, and
-identical layers are counted.
+The computation enumerates only kinds of tensors, pipeline stages and ranks: overlaps of boxes follow from their
+intervals, and identical layers are counted.
 
-**Meshes**: the degrees of a trainer and an engine, and the coordinates of each rank.
+**Meshes**: the parallel degrees of a trainer and of an engine, and the coordinates of each rank.
 
-**Parts**: which boxes of a logical tensor each rank of a trainer or engine has.
+**Shards**: which boxes (rectangular regions) of a logical tensor each rank of a trainer or engine holds.
 
-A trainer cuts tensors as torch does: experts along `ep`, other axes named by the tables along `tp`; then FSDP divides
-dim 0 of the rest into the chunks of `torch.chunk`. Tensors that are no experts are divided over `fsdp` and `ep`
-together. An engine cuts tensors as its own loader does, according to the tables.
+A trainer cuts tensors as torch does: experts along mesh dim `ep`, and other axes that the tables name along `tp`. Then
+FSDP divides dim 0 of what is left into the chunks of `torch.chunk`. Tensors that do not belong to experts are divided
+along `fsdp` and `ep` together. An engine cuts tensors as its own loader does; the tables describe how.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from transaxle.formats.catalog import ITEM_BITS
 
 FSDP, EP, TP, PP, REPLICATE, DP, REPLICAS = "fsdp", "ep", "tp", "pp", "replicate", "dp", "replicas"
 EXPERT_DIM = "expert_dim"
-"""Key beside the degrees that gives the dim along which FSDP divides an expert's tensors."""
+"""Key, beside the parallel degrees, for the dim along which FSDP divides an expert's tensors."""
 TRAINING = (REPLICATE, PP, FSDP, EP, TP)
 SERVING = (REPLICAS, DP, PP, TP)
 MOST_RANKS = 1 << 16
-"""Largest number of ranks that one side (trainer or engine) may have."""
+"""Largest number of ranks that a trainer or an engine may have."""
 _MOST_PAIRS = 1 << 24
-"""Largest number of pairs of ranks, because each pair has an entry in the matrix of traffic."""
+"""Largest number of pairs of trainer rank and engine rank, because each pair has an entry in the traffic matrix."""
 
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The device mesh of one side of a refit: of the trainer, or of the inference engine."""
+    """The device mesh of the trainer or of the inference engine."""
 
     dialect: str
-    """Dialect of the tensor names on this side."""
+    """Dialect of the tensor names that the trainer or engine uses."""
     degrees: Mapping[str, int]
-    """Mesh dim -> its size, outermost first."""
+    """Mesh dim -> its size, the outermost mesh dim first."""
     ep: int = 1
-    """For an engine, the number of ranks over which experts are divided; for a trainer, the size of mesh dim `ep`."""
+    """For an engine, the number of ranks among which experts are divided; for a trainer, the size of mesh dim `ep`."""
     expert_dim: int = 0
     """For a trainer, the dim of an expert's tensors that FSDP divides."""
 
     @property
     def serves(self) -> bool:
-        """Whether this side is the inference engine."""
+        """Whether the mesh belongs to the inference engine."""
         return self.dialect.partition("@")[0] in ENGINES
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks in the mesh."""
         return prod(self.degrees.values())
 
     def degree(self, name: str) -> int:
@@ -79,7 +79,7 @@ class RankMesh:
         return self.degrees.get(name, 1)
 
     def at(self, rank: int, *names: str) -> int:
-        """Return a rank's index over some mesh dims together, in the order of the mesh."""
+        """Return a rank's index over several mesh dims taken together, in the order of the mesh."""
         number, stride = 0, 1
         for name, size in reversed(list(self.degrees.items())):
             if name in names:
@@ -90,20 +90,21 @@ class RankMesh:
 
     @property
     def text(self) -> str:
-        """The parallel degrees as the user writes them, such as `fsdp=64,ep=8`."""
+        """The parallel degrees as a user types them, such as `fsdp=64,ep=8`."""
         return ",".join(f"{name}={size}" for name, size in self.degrees.items()) or "1 rank"
 
 
 def read_mesh(dialect: str, text: str) -> RankMesh:
-    """Read the degrees of one side, such as `fsdp=64,ep=8`.
+    """Parse the parallel degrees of a trainer or engine, such as `fsdp=64,ep=8`.
 
     Args:
-        dialect: dialect of the side; inference engines have other mesh dims than trainers.
-        text: degrees as the user wrote them; empty: one rank.
+        dialect: dialect of the tensor names; dialects of inference engines have different mesh dims than those of
+            trainers.
+        text: the degrees as the user typed them; an empty text means one rank.
 
     Raises:
-        UsageError: UNKNOWN_AXIS for an unknown mesh dim of this side, or an invalid size.
-        Refused: UNSUPPORTED for degrees that do not fit together.
+        UsageError: with code UNKNOWN_AXIS, if a mesh dim is unknown, or its size is invalid.
+        Refused: with code UNSUPPORTED, if the degrees do not fit together.
     """
     serves = RankMesh(dialect, {}).serves
     mesh_dims = (*SERVING, EP) if serves else (*TRAINING, EXPERT_DIM)
@@ -132,10 +133,10 @@ def read_mesh(dialect: str, text: str) -> RankMesh:
 
 
 def check_pairs(trainer: RankMesh, engine: RankMesh) -> None:
-    """Refuse a trainer and an engine with more pairs of ranks than a traffic matrix can have.
+    """Refuse a trainer and an engine with more pairs of ranks than the traffic matrix may have.
 
     Raises:
-        Refused: UNSUPPORTED, if the ranks form too many pairs.
+        Refused: with code UNSUPPORTED, if the ranks form too many pairs.
     """
     if trainer.ranks * engine.ranks > _MOST_PAIRS:
         message = f"{trainer.ranks} x {engine.ranks} pairs of ranks are more than {_MOST_PAIRS}"
@@ -147,28 +148,28 @@ _CHUNK = Shard()
 
 @dataclass(frozen=True)
 class RankBoxes:
-    """Boxes of a logical tensor, with the ranks that hold all these boxes."""
+    """Boxes (regions) of a logical tensor, with the ranks that each hold all these boxes."""
 
     ranks: NDArray[np.int64]
     """Numbers of the ranks."""
     boxes: NDArray[np.int64]
-    """Array `[box, axis, 2]` of start and stop indices."""
+    """Array with dims `[box, axis, 2]` that contains the start and stop indices of each box."""
 
 
 @dataclass(frozen=True)
 class Cutter:
-    """Divides the tensors of one side (trainer or engine) among the ranks of that side."""
+    """Divides the tensors of a trainer or an engine among its ranks."""
 
     family: Family
     """Family of the model."""
     mesh: RankMesh
-    """Device mesh of the side."""
+    """Device mesh of the trainer or engine."""
 
     def stage(self, layer: int, layers: int) -> int:
         """Return the pipeline stage of a layer.
 
-        Stages have equal lengths. If the layers do not divide evenly, the first stages of a trainer have one more
-        layer, and for an engine the stages just before the last one.
+        All pipeline stages have the same number of layers if possible. If the layers cannot be divided evenly, some
+        stages have one more layer: for a trainer the first stages, for an engine those just before the last stage.
         """
         stages = self.mesh.degree(PP)
         length, remainder = divmod(layers, stages)
@@ -179,13 +180,13 @@ class Cutter:
     def rank_boxes(
         self, kind: TensorKind, component: str, axes: Sequence[str], layers: Sequence[Interval] = ()
     ) -> list[RankBoxes]:
-        """Return the boxes of the ranks of every pipeline stage, with ranks that have the same boxes together.
+        """Return the boxes that the ranks of every pipeline stage hold; ranks with the same boxes are listed together.
 
         Args:
-            kind: the kind of tensors, which determines how ranks divide them.
+            kind: the kind of tensor, which determines how it is divided among ranks.
             component: name of the logical tensor.
-            axes: the axes of a box, in order.
-            layers: intervals of the layer axis, if the layer axis is an axis of a box.
+            axes: the axes along which boxes are described, in order.
+            layers: intervals of the layer axis, if boxes are described along the layer axis too.
         """
         ranks_by_boxes: dict[tuple[tuple[Interval, ...], ...], list[int]] = defaultdict(list)
         cached_boxes: dict[tuple[int, ...], tuple[tuple[Interval, ...], ...]] = {}
@@ -201,7 +202,7 @@ class Cutter:
         ]
 
     def _key(self, rank: int) -> tuple[int, ...]:
-        """Return those coordinates of a rank that determine the rank's boxes within a pipeline stage."""
+        """Return the coordinates of a rank that determine its boxes within a pipeline stage."""
         mesh = self.mesh
         names = (DP, TP) if mesh.serves else (FSDP, EP, TP)
         return tuple(mesh.at(rank, name) for name in names)
@@ -223,7 +224,7 @@ class Cutter:
         return tuple(sorted(box for box in boxes if all(start < stop for start, stop in box)))
 
     def _trainer_intervals(self, kind: TensorKind, rank: int) -> tuple[dict[str, Intervals], list[Intervals]]:
-        """Return the intervals of a trainer rank along the axes in names, and along the dims."""
+        """Return the intervals that a trainer's rank holds: along the axes in tensor names, and along the dims."""
         mesh, expression = self.mesh, kind.line.expression
         name_intervals = {axis: whole(kind.sizes[axis]) for axis in kind.experts}
         dims = [whole(size) for size in kind.layout.shape]
@@ -253,7 +254,7 @@ class Cutter:
         return name_intervals, dims
 
     def _engine_intervals(self, kind: TensorKind, rank: int) -> tuple[dict[str, Intervals], list[Intervals]]:
-        """Return the intervals of an engine rank along the axes in names, and along the dims."""
+        """Return the intervals that an engine's rank holds: along the axes in tensor names, and along the dims."""
         mesh, expression = self.mesh, kind.line.expression
         name_intervals = {axis: whole(kind.sizes[axis]) for axis in kind.experts}
         dims = [whole(size) for size in kind.layout.shape]
@@ -279,7 +280,9 @@ class Cutter:
         return self.mesh.dialect.partition("@")[0]
 
     def _axis_of_experts(self, kind: TensorKind) -> str | None:
-        """Return the axis of a tensor that expert-parallel ranks divide; None if the tensor belongs to no expert."""
+        """Return the axis of a tensor that is divided among expert-parallel ranks; None if the tensor does not belong
+        to experts.
+        """
         expression = kind.line.expression
         for cut in self.family.cuts_of("ep", self._name):
             if cut.tensors is not None and cut.tensors.isdisjoint(expression.components):
@@ -291,15 +294,15 @@ class Cutter:
 
 Matrix = NDArray[np.int64]
 _WIDE = "fp32"
-"""Dtype of the tensors that stay as they are when all further tensors are cast."""
+"""Dtype of the tensors that keep their dtype when all other tensors are cast."""
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Name of a dtype in config.json -> key of `CASTS`."""
+"""Name of a dtype in the config -> key of `CASTS`."""
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Keys of config.json that state the model's dtype."""
+"""Config keys that state the model's dtype."""
 _LAYERS = "l"
-"""Name of the layer axis, which pipeline stages divide."""
+"""Name of the layer axis, which is divided among pipeline stages."""
 _FIRST, _LAST = frozenset({"embed"}), frozenset({"norm", "norm_bias", "head", "head_bias"})
-"""Logical tensors outside of layers that are on the first pipeline stage, and those that are on the last."""
+"""Logical tensors outside of layers that the first pipeline stage holds, and those that the last stage holds."""
 
 
 @dataclass(frozen=True)
@@ -309,27 +312,29 @@ class Traffic:
     family: str
     """Name of the model's family."""
     trainer: RankMesh
-    """Mesh of the trainer, which sends."""
+    """Mesh of the trainer, whose ranks send bytes."""
     engine: RankMesh
-    """Mesh of the engine, which receives."""
+    """Mesh of the engine, whose ranks receive bytes."""
     dtype: str
     """Dtype in which values are sent, a key of `CASTS`."""
     parameters: int
-    """Number of elements of the model that are moved, each element counted once."""
+    """Number of elements of the model that are sent; an element that is sent several times counts once."""
     together: bool
-    """Whether rank i of the engine is rank i of the trainer; otherwise the engine's ranks are other processes."""
+    """Whether rank i of the engine and rank i of the trainer are the same process; if not, the engine's ranks are
+    separate processes.
+    """
     matrix: Matrix
-    """Bytes from each trainer rank to each engine rank, including copies within a rank."""
+    """Number of bytes from each trainer rank to each engine rank, including copies within one process."""
     tensors: Mapping[str, int]
-    """Logical tensor -> number of its bytes that all ranks of the engine together need."""
+    """Logical tensor -> number of its bytes that all ranks of the engine together receive."""
     trainer_only: tuple[str, ...]
-    """Logical tensors that the engine's dialect lacks."""
+    """Logical tensors that the trainer has but the engine's dialect lacks."""
     undecided: tuple[str, ...]
-    """Logical tensors that the config neither requires nor excludes."""
+    """Logical tensors for which the config does not state whether the model has them."""
 
     @cached_property
     def between_ranks(self) -> Matrix:
-        """The matrix of bytes from trainer ranks to engine ranks, without copies within a rank."""
+        """The matrix of bytes from trainer ranks to engine ranks, without copies within one process."""
         matrix = self.matrix.copy()
         if self.together:
             np.fill_diagonal(matrix, 0)
@@ -337,19 +342,19 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """Total number of bytes sent between ranks."""
+        """Total number of bytes sent between different processes."""
         return int(self.between_ranks.sum())
 
     @property
     def own(self) -> int:
-        """Number of bytes that are copied within a rank."""
+        """Number of bytes that are copied within a process."""
         return int(self.matrix.sum()) - self.total
 
     def within(self, ranks_per_node: int) -> int:
-        """Return the bytes that are sent between ranks of one node.
+        """Return the number of bytes that are sent between ranks of the same machine.
 
         Args:
-            ranks_per_node: number of ranks on a node.
+            ranks_per_node: number of ranks per machine.
         """
         sources, targets = np.arange(self.trainer.ranks), np.arange(self.engine.ranks)
         first = 0 if self.together else self.trainer.ranks
@@ -360,7 +365,7 @@ class Traffic:
         """Return the traffic as plain JSON data.
 
         Args:
-            ranks_per_node: number of ranks on a node; None: unknown.
+            ranks_per_node: number of ranks per machine; None if it is unknown.
         """
         data: dict[str, Any] = {
             "family": self.family,
@@ -386,17 +391,19 @@ class Traffic:
 def plan_traffic(
     settings: Settings, sides: tuple[RankMesh, RankMesh], *, dtype: str | None = None, together: bool = False
 ) -> Traffic:
-    """Return the traffic of a refit of a model, which is computed from the model's config.
+    """Compute the traffic of a refit of a model from the model's config.
 
     Args:
-        settings: the user's settings of the model, with a config.
-        sides: the meshes of the trainer and the engine.
-        dtype: dtype in which values are sent, a key of `CASTS`; None: the config's dtype, or else bf16.
-        together: whether rank i of the engine is rank i of the trainer.
+        settings: the user's settings for the model; they must contain a config.
+        sides: the mesh of the trainer, and the mesh of the engine.
+        dtype: dtype in which values are sent, a key of `CASTS`; None means the config's dtype, or bf16 if the config
+            states none.
+        together: whether rank i of the engine and rank i of the trainer are the same process.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY or AMBIGUOUS if the family is unknown; UNKNOWN_AXIS if an axis has no known size.
-        Refused: any refusal of `traffic`.
+        UsageError: with code UNKNOWN_FAMILY or AMBIGUOUS, if the family is unknown; with code UNKNOWN_AXIS, if an axis
+            has no known size.
+        Refused: any refusal that `traffic` raises.
     """
     config = settings.config or {}
     if settings.family is not None:
@@ -428,20 +435,20 @@ def traffic(
     dtype: str = "bf16",
     together: bool = False,
 ) -> Traffic:
-    """Return the bytes that a refit would move between ranks.
+    """Compute the bytes that a refit would move between ranks.
 
     Args:
         family: family of the model.
         config: config of the model.
-        sides: the meshes of the trainer and the engine.
-        axes: axis sizes that override the config's.
+        sides: the mesh of the trainer, and the mesh of the engine.
+        axes: axis -> size, which overrides the size in the config.
         dtype: dtype in which values are sent, a key of `CASTS`.
-        together: whether rank i of the engine is rank i of the trainer.
+        together: whether rank i of the engine and rank i of the trainer are the same process.
 
     Raises:
-        Refused: MISSING_TENSOR for tensors that the engine needs but the trainer's dialect lacks; UNSUPPORTED if a
-            tensor does not divide over the ranks.
-        UsageError: UNKNOWN_AXIS if the size of an axis is unknown.
+        Refused: with code MISSING_TENSOR, if the engine needs tensors that the trainer's dialect lacks; with code
+            UNSUPPORTED, if a tensor cannot be divided among the ranks.
+        UsageError: with code UNKNOWN_AXIS, if the size of an axis is unknown.
     """
     check_pairs(*sides)
     trainer, engine = (_Side.of(family, config, mesh, axes) for mesh in sides)
@@ -470,7 +477,7 @@ def traffic(
 
 @dataclass(frozen=True)
 class _Side:
-    """One side of a refit (trainer or engine), with its tensors and how ranks divide them."""
+    """The trainer or the engine in a refit, with its tensors and their division among its ranks."""
 
     model: Model
     cutter: Cutter
@@ -486,13 +493,13 @@ class _Side:
         return cls(model, Cutter(family, mesh), kinds)
 
     def stages(self, component: str, index: Index) -> tuple[int, ...]:
-        """Return the pipeline stages that have a logical tensor of a layer; empty without pipeline parallelism.
+        """Return the pipeline stages that hold a logical tensor of a layer; empty without pipeline parallelism.
 
-        The embedding is on the first stage, norm and head are on the last one; an embedding that is tied to the head is
-        on both.
+        The first stage holds the embedding, and the last stage norm and head. Both stages hold an embedding that is
+        tied to the head.
 
         Raises:
-            Refused: UNSUPPORTED if the stage of the logical tensor is unknown.
+            Refused: with code UNSUPPORTED, if the stage of the logical tensor is unknown.
         """
         last = self.cutter.mesh.degree(PP) - 1
         if not last:
@@ -507,7 +514,7 @@ class _Side:
         return (self.cutter.stage(index[0], self.model.sizes.at({})[_LAYERS]),)
 
     def of_stages(self, boxes: Sequence[RankBoxes], stages: tuple[int, ...]) -> list[RankBoxes]:
-        """Return those of the boxes that ranks of the given pipeline stages hold."""
+        """Return only the boxes that ranks of the given pipeline stages hold."""
         if not stages:
             return list(boxes)
         mesh = self.cutter.mesh
@@ -518,7 +525,7 @@ class _Side:
 
 @dataclass(frozen=True)
 class _LayerGroup:
-    """Layers of a logical tensor that are divided alike on both sides."""
+    """Layers of a logical tensor that are divided in the same way, in the trainer and in the engine."""
 
     component: str
     sources: Sequence[RankBoxes]
@@ -526,17 +533,18 @@ class _LayerGroup:
     count: int
 
     def add(self, matrix: Matrix, item: int, *, together: bool) -> int:
-        """Add the bytes of each pair of ranks to a matrix; return the number of moved elements, each counted once.
+        """Add the bytes between each pair of ranks to a matrix; return the number of sent elements, each counted once.
 
-        Ranks with the same boxes each send an equal share; but a rank that needs its own part takes it from itself.
+        If several ranks have the same boxes, each sends an equal share. But a rank that needs its own boxes takes them
+        from its own memory.
 
         Args:
-            matrix: the matrix to add to.
+            matrix: the matrix to which bytes are added.
             item: number of bytes per element.
-            together: whether the trainer and the engine run on the same ranks.
+            together: whether rank i of the engine and rank i of the trainer are the same process.
 
         Raises:
-            Refused: UNSUPPORTED if parts on the trainer's ranks overlap partly, or do not cover the tensor.
+            Refused: with code UNSUPPORTED, if boxes on the trainer's ranks overlap partly, or do not cover the tensor.
         """
         if not self.sources or not self.targets:
             return 0
@@ -565,7 +573,9 @@ class _LayerGroup:
 
 
 def _overlaps(groups: Sequence[RankBoxes], boxes: NDArray[np.int64]) -> Matrix:
-    """Count the elements that each group of boxes shares with the given boxes; boxes within a group are disjoint."""
+    """Count the elements that each group of boxes has in common with the given boxes; the boxes within a group are
+    disjoint.
+    """
     first = np.concatenate([each.boxes for each in groups])
     low = np.maximum(first[:, None, :, 0], boxes[None, :, :, 0])
     high = np.minimum(first[:, None, :, 1], boxes[None, :, :, 1])
@@ -575,7 +585,7 @@ def _overlaps(groups: Sequence[RankBoxes], boxes: NDArray[np.int64]) -> Matrix:
 
 
 def _layer_groups(component: str, trainer: _Side, engine: _Side) -> Iterator[_LayerGroup]:
-    """Yield the layers of a logical tensor, grouped by their division among ranks."""
+    """Yield the layers of a logical tensor, grouped by how they are divided among ranks."""
     groups: dict[tuple[Any, ...], list[Index]] = defaultdict(list)
     for index, target in engine.kinds[component].items():
         source = trainer.kinds[component][index]
@@ -606,7 +616,7 @@ def _identity(value: object) -> object:
 def _runs(
     indices: Sequence[Index], name_axes: Sequence[str], dim_axes: Sequence[str], component: str
 ) -> tuple[Interval, ...]:
-    """Return the intervals of layer indices, if the layer axis is a dim of the tensors of one side."""
+    """Return intervals of layer indices, if the layer axis is a dim of the tensors of the trainer or of the engine."""
     if not dim_axes:
         return ()
     if len(name_axes) > 1:

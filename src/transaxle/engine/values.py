@@ -1,9 +1,10 @@
-"""Statistics of tensors' values: extremes, moments, zeros, outlier channels; each tensor is read once, in blocks.
+"""Statistics of tensors' values: extremes, moments, zeros, outlier channels. Each tensor is read once, in blocks.
 
-**Tallies**: counts of each code of a small dtype, exact sums of larger ones, and the largest value of each channel.
+**Tallies** accumulate the statistics: counts of each code for a small dtype, exact sums for a larger dtype, and the
+largest value of each channel.
 
-Only integers are added: counts of codes, and for larger dtypes mantissas and their squares. So sums are exact until
-they are rounded once at the end, and do not depend on the order of blocks, threads or additions.
+Only integers are added: counts of codes, and for larger dtypes mantissas and their squares. So the sums are exact until
+they are rounded once at the end, and they do not depend on the order of blocks, threads or additions.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from transaxle.formats.catalog import ITEM_BITS, numpy_dtype
 from transaxle.move.workers import Limits, Progress, Worker, no_progress, run_workers
 
 _SUM_BLOCK = 1 << 16
-"""Number of elements processed together, so that they fit the cache and doubles hold sums of their limbs exactly."""
+"""Number of elements that are processed together, so that they fit into the cache and their sums of limbs are exact in
+double precision.
+"""
 _COUNT_BLOCK = 1 << 18
 _LIMB = 32
-"""Number of bits in each limb (piece of an integer) in which mantissas and their squares are added."""
+"""Number of bits in each limb (a part of an integer); mantissas and their squares are added limb by limb."""
 _COUNTED_BYTES = 2
-"""Largest element size in bytes for which occurrences of every code are counted."""
+"""Largest size of an element, in bytes, for which the occurrences of every code are counted."""
 _DIGITS = 16
-"""Largest number of mantissa bits among dtypes of up to 16 bits, which 16-bit integers have."""
+"""Largest number of mantissa bits of the dtypes with at most 16 bits; 16-bit integers have it."""
 _ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
 Doubles = npt.NDArray[np.float64]
 Codes = npt.NDArray[Any]
@@ -39,18 +42,18 @@ Codes = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Statistics of a tensor's values; extremes and sums cover finite values only."""
+    """Statistics of a tensor's values; extremes and sums include only finite values."""
 
     least: float
-    """Smallest finite value; NaN if there is none."""
+    """Smallest finite value; NaN if no value is finite."""
     largest: float
-    """Largest finite value; NaN if there is none."""
+    """Largest finite value; NaN if no value is finite."""
     total: float
     """Sum of the finite values."""
     squares: float
     """Sum of the squares of the finite values."""
     elements: int
-    """Number of elements, finite or not."""
+    """Number of elements, whether finite or not."""
     zeros: int
     """Number of elements that are 0 or -0."""
     nans: int
@@ -60,30 +63,30 @@ class Moments:
 
 
 class Tally(Protocol):
-    """Accumulator of statistics of one tensor's values."""
+    """Accumulates the statistics of one tensor's values."""
 
     def add(self, block: memoryview) -> None:
-        """Add the next block of elements."""
+        """Add the next block of the tensor's elements."""
 
     def moments(self) -> Moments:
-        """Return the statistics so far."""
+        """Return the statistics of all elements that were added."""
 
     def channels(self) -> Doubles:
         """Return the largest finite absolute value of each channel; 0 for a channel without finite values."""
 
 
 def tally_of(kind: np.dtype[Any], width: int = 0) -> Tally:
-    """Return an empty tally.
+    """Return an empty tally (accumulator of statistics).
 
     Args:
         kind: dtype of the elements.
-        width: number of channels (positions along the last dim); 0: do not track channels.
+        width: number of channels (positions along the last dim); 0 means that channels are not tracked.
     """
     return _CountingTally(kind, width) if kind.itemsize <= _COUNTED_BYTES else _SummingTally(_WIDE[kind], width)
 
 
 class _Channels:
-    """The largest magnitude of each channel, updated from blocks that may begin or end within a row.
+    """Tracks the largest magnitude of each channel, from blocks that may begin or end within a row.
 
     Args:
         width: number of channels.
@@ -93,10 +96,10 @@ class _Channels:
     def __init__(self, width: int, kind: npt.DTypeLike) -> None:
         self.largest: npt.NDArray[Any] = np.zeros(width, kind)
         self._column = 0
-        """Channel to which the next element belongs."""
+        """Index of the channel to which the next element belongs."""
 
     def add(self, sizes: npt.NDArray[Any]) -> None:
-        """Add the next elements, given as magnitudes that are ordered like the elements' absolute values."""
+        """Add the next elements, given as integers that are ordered like the elements' absolute values."""
         width = len(self.largest)
         if not width:
             return
@@ -114,7 +117,7 @@ class _Channels:
 
 
 def _round_once(parts: Mapping[int, int], grain: int) -> float:
-    """Return the sum of integers times powers of two, times 2**grain, rounded only once."""
+    """Return a sum of products (integer times power of two), multiplied by 2**grain, with a single rounding."""
     total = sum(part << exponent for exponent, part in parts.items())
     try:
         return float(total << grain) if grain > 0 else total / (1 << -grain)
@@ -124,30 +127,32 @@ def _round_once(parts: Mapping[int, int], grain: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _CodeTable:
-    """Table of the values of all codes (bit patterns) of a small dtype."""
+    """The values of all codes (bit patterns) of a small dtype."""
 
     values: Doubles
     """Value of each code."""
     sizes: Doubles
     """Absolute value of each code; 0 for a value that is not finite."""
     mantissas: npt.NDArray[np.int64]
-    """Mantissa of each code: its exact value is mantissa * 2**(exponent + lowest); 0 if it is not finite."""
+    """Mantissa of each code; the exact value is mantissa * 2**(exponent + lowest). The mantissa is 0 if the value is
+    not finite.
+    """
     exponents: npt.NDArray[np.int64]
-    """Exponent of each code, counted from `lowest`; at least 0."""
+    """Exponent of each code, counted from `lowest`; it is at least 0."""
     lowest: int
-    """Power of two that is the smallest step between values of the dtype."""
+    """Exponent of the smallest step between two values of the dtype, which is a power of two."""
     mask: int
     """Mask that removes the sign from a code."""
     last: int | None
-    """Largest finite code without sign, if unsigned codes are ordered like their magnitudes; otherwise None."""
+    """Largest finite code without its sign, if codes without sign are ordered like their magnitudes; otherwise None."""
     whole: bool
-    """Whether the dtype is one of signed integers."""
+    """Whether the dtype is a signed integer."""
 
 
 @cache
 def _code_table(kind: np.dtype[Any]) -> _CodeTable:
     codes = np.arange(1 << 8 * kind.itemsize, dtype=f"u{kind.itemsize}")
-    with np.errstate(invalid="ignore"):  # the values may include signaling NaN
+    with np.errstate(invalid="ignore"):  # the values may include signaling NaNs
         values: Doubles = (codes != 0 if kind.kind == "b" else codes.view(kind)).astype(np.float64)
     sizes = np.where(np.isfinite(values), np.abs(values), 0.0)
     fractions, exponents = np.frexp(np.where(np.isfinite(values), values, 0.0))
@@ -168,7 +173,7 @@ def _code_table(kind: np.dtype[Any]) -> _CodeTable:
 
 
 class _CountingTally:
-    """A tally of a small dtype, which counts how often each code occurs."""
+    """A tally for a small dtype: it counts how often each code occurs."""
 
     def __init__(self, kind: np.dtype[Any], width: int) -> None:
         self._type = _code_table(kind)
@@ -179,7 +184,7 @@ class _CountingTally:
         self._indices = np.empty(0, np.intp)
 
     def add(self, block: memoryview) -> None:
-        """See `Tally`."""
+        """Count the codes of the next block; see `Tally.add`."""
         codes = np.frombuffer(block, self._codes)
         self._indices = _grow_buffer(self._indices, min(len(codes), _COUNT_BLOCK))
         for start in range(0, len(codes), _COUNT_BLOCK):
@@ -200,7 +205,7 @@ class _CountingTally:
         return without_sign
 
     def moments(self) -> Moments:
-        """See `Tally`."""
+        """Compute the statistics from the counts; see `Tally.moments`."""
         present = np.flatnonzero(self._counts)
         counts, values = self._counts[present], self._type.values[present]
         nans, infinite = int(counts[np.isnan(values)].sum()), int(counts[np.isinf(values)].sum())
@@ -218,7 +223,7 @@ class _CountingTally:
         )
 
     def channels(self) -> Doubles:
-        """See `Tally`."""
+        """Return the largest absolute value of each channel; see `Tally.channels`."""
         largest = self._channels.largest
         if self._type.whole:
             return largest.astype(np.float64)
@@ -226,7 +231,9 @@ class _CountingTally:
 
 
 def _by_exponent(exponents: Codes, counts: Codes, parts: Codes) -> dict[int, int]:
-    """Return exponent -> sum of the 16-bit parts with it; exact, because sums over a tensor fit into 53 bits."""
+    """Return exponent -> sum of the 16-bit parts with this exponent. The sums are exact, because those over one tensor
+    fit into 53 bits.
+    """
     sums = np.bincount(exponents, weights=counts.astype(np.float64) * parts)
     return {int(exponent): int(sums[exponent]) for exponent in np.flatnonzero(sums)}
 
@@ -239,20 +246,20 @@ def _squares(exponents: Codes, counts: Codes, squares: Codes) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _WideType:
-    """Bit format of a large dtype's codes."""
+    """Bit format of the codes of a large dtype."""
 
     dtype: np.dtype[Any]
     """Numpy dtype of the values."""
     mantissa: int = 0
     """Number of stored mantissa bits; 0 for integers."""
     grain: int = 0
-    """Exponent of the smallest positive value, which is 2**grain."""
+    """Exponent of the smallest positive value of the dtype, which is 2**grain."""
     signed: bool = True
     """Whether the dtype has negative values."""
 
     @property
     def bits(self) -> int:
-        """Number of bits of an element."""
+        """Number of bits of one element."""
         return 8 * self.dtype.itemsize
 
     @property
@@ -280,7 +287,7 @@ _WIDE = {
 
 
 class _SummingTally:
-    """A tally of a large dtype, which sums limbs of mantissas and of their squares by exponent."""
+    """A tally for a large dtype: it sums, for each exponent, the limbs of mantissas and of their squares."""
 
     def __init__(self, kind: _WideType, width: int) -> None:
         self._type = kind
@@ -294,7 +301,7 @@ class _SummingTally:
         self._exponents, self._weights = np.empty(0, np.intp), np.empty(0)
 
     def add(self, block: memoryview) -> None:
-        """See `Tally`."""
+        """Sum the mantissas of the next block; see `Tally.add`."""
         codes = np.frombuffer(block, self._word)
         self._elements += len(codes)
         for start in range(0, len(codes), _SUM_BLOCK):
@@ -320,7 +327,7 @@ class _SummingTally:
             self._add_integers(sizes.astype(np.uint64), negative)
 
     def _add_floats(self, sizes: Codes, signs: npt.NDArray[Any]) -> None:
-        """Add the elements' mantissas, and the squares of the mantissas, to the sums by exponent."""
+        """Add the elements' mantissas, and the squares of the mantissas, to the sums for each exponent."""
         kind, count = self._type, len(sizes)
         self._exponents, self._mantissas = (_grow_buffer(a, count) for a in (self._exponents, self._mantissas))
         self._products, self._weights = _grow_buffer(self._products, count), _grow_buffer(self._weights, count)
@@ -341,11 +348,11 @@ class _SummingTally:
     def _gather(
         self, into: Counter[int], step: int, parts: Codes, shift: int, signs: npt.NDArray[Any] | None = None
     ) -> None:
-        """Add limbs to the sums by exponent; a sum's key grows by `step` per exponent."""
+        """Add limbs to the sums for each exponent; the key of a sum increases by `step` per exponent."""
         weights = self._weights[: len(parts)]
         weights[...] = parts
         if signs is not None:
-            with np.errstate(invalid="ignore"):  # the values may include signaling NaN
+            with np.errstate(invalid="ignore"):  # the values may include signaling NaNs
                 np.copysign(weights, signs, out=weights)
         sums = np.bincount(self._exponents[: len(parts)], weights=weights)
         for exponent in np.flatnonzero(sums).tolist():
@@ -363,7 +370,7 @@ class _SummingTally:
                     self._squares[_LIMB * (at + other + half) + (other != at)] += int(part.sum())
 
     def _sizes(self, codes: Codes) -> tuple[Codes, npt.NDArray[np.bool_]]:
-        """Return the codes without their signs, and which elements are negative."""
+        """Return the codes without their signs, and an array that marks the negative elements."""
         kind = self._type
         negative = codes > kind.size_mask if kind.signed else np.zeros(len(codes), bool)
         if kind.mantissa:
@@ -371,7 +378,7 @@ class _SummingTally:
         return np.where(negative, ~codes + self._word.type(1), codes), negative
 
     def _places(self, codes: Codes, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Return for each code an integer; the integers are ordered like the values of the codes."""
+        """Return one integer for each code; these integers are ordered like the values of the codes."""
         kind = self._type
         if kind.mantissa:
             codes = np.where(negative, codes ^ self._word.type(kind.size_mask), codes)
@@ -381,7 +388,7 @@ class _SummingTally:
         return places
 
     def _value(self, place: int) -> float:
-        """Return the value that belongs to an integer from `_places`."""
+        """Return the value that belongs to an integer that `_places` returned."""
         kind = self._type
         if not kind.mantissa:
             return float(place if kind.signed or kind.bits < 64 else place + (1 << 63))
@@ -389,7 +396,7 @@ class _SummingTally:
         return float(np.array([code], self._word).view(kind.dtype)[0]) + 0.0
 
     def moments(self) -> Moments:
-        """See `Tally`."""
+        """Round the exact sums to statistics; see `Tally.moments`."""
         grain, has_finite = self._type.grain, self._least <= self._most
         extremes = (self._value(self._least), self._value(self._most)) if has_finite else (math.nan, math.nan)
         return Moments(
@@ -403,40 +410,42 @@ class _SummingTally:
         )
 
     def channels(self) -> Doubles:
-        """See `Tally`."""
+        """Return the largest absolute value of each channel; see `Tally.channels`."""
         largest = self._channels.largest
         values: Doubles = (largest.view(self._type.dtype) if self._type.mantissa else largest).astype(float)
         return values
 
 
 def _limbs(numbers: Codes, bits: int) -> Iterator[Codes]:
-    """Yield the limbs of integers with the given number of bits, the lowest first."""
+    """Yield the limbs (groups of bits) of integers with the given number of bits, the lowest limb first."""
     for at in range(0, bits, _LIMB):
         low = numbers if at + _LIMB >= bits else numbers & numbers.dtype.type((1 << _LIMB) - 1)
         yield low >> numbers.dtype.type(at) if at else low
 
 
 def _grow_buffer(buffer: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """Return a buffer of at least `count` elements: the given buffer if it is large enough."""
+    """Return a buffer of at least `count` elements; the given buffer is returned if it is large enough."""
     return buffer if len(buffer) >= count else np.empty(count, buffer.dtype)
 
 
 _WIDEST = "fp32"
 """Dtype to which encoded tensors are decoded before their values are measured."""
 _OUTSTANDING = 6.0
-"""A channel is an outlier if its largest value exceeds that of the median channel by more than this factor."""
+"""A channel is an outlier if its largest value exceeds the largest value of the median channel by more than this
+factor.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """Statistics of one tensor's values; NaN and infinite values are only counted."""
+    """Statistics of one tensor's values; NaN and infinite values are counted, but otherwise ignored."""
 
     elements: int
-    """Number of elements."""
+    """Number of elements, whether finite or not."""
     least: float
-    """Smallest finite value; NaN if there is none."""
+    """Smallest finite value; NaN if no value is finite."""
     largest: float
-    """Largest finite value; NaN if there is none."""
+    """Largest finite value; NaN if no value is finite."""
     mean: float
     """Mean of the finite values."""
     rms: float
@@ -448,15 +457,19 @@ class TensorValues:
     infinite: int
     """Number of infinite elements."""
     channels: int
-    """Number of channels (positions along the last dim); 0 if channels were not tracked."""
+    """Number of channels (positions along the last dim); 0 means that channels were not tracked."""
     outliers: tuple[int, ...]
-    """Numbers of channels whose largest value is more than six times that of the median channel; the largest first."""
+    """Indices of the outlier channels, whose largest value is more than six times that of the median channel; the most
+    extreme channel first.
+    """
     outlier_ratio: float
-    """Largest value of the largest channel divided by that of the median channel; NaN if the latter is 0."""
+    """Largest value of the most extreme channel divided by that of the median channel; NaN if the median channel's is
+    0.
+    """
 
     @property
     def absmax(self) -> float:
-        """Largest finite absolute value."""
+        """Largest absolute value among the finite values."""
         return max(-self.least, self.largest)
 
 
@@ -465,9 +478,9 @@ class CheckpointValues:
     """Statistics of the values of a checkpoint's tensors."""
 
     tensors: dict[str, TensorValues]
-    """Tensor name -> statistics, in the order of the checkpoint."""
+    """Tensor name -> statistics of its values, in the order of the checkpoint."""
     unmeasured: tuple[str, ...]
-    """Names of tensors whose elements are not numbers of whole bytes."""
+    """Names of tensors that were not measured, because their elements are not numbers of whole bytes."""
     view: Checkpoint
     """The view of the checkpoint that was measured, with quantized tensors decoded."""
 
@@ -476,9 +489,9 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
     """Read every tensor once and measure its values.
 
     Args:
-        checkpoint: checkpoint in its stored dialect; quantized tensors are decoded.
+        checkpoint: the checkpoint in its stored dialect; quantized tensors are decoded before they are measured.
         limit: number of worker threads, and memory of their buffers.
-        progress: called with the number of bytes of each block.
+        progress: function called with the number of bytes of each block.
 
     Raises:
         TransaxleError: any error of reading the tensors.
@@ -493,7 +506,7 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
         with lock:
             values_by_name[name] = values
 
-    # The largest tensors come first, so that no worker is left with a large tensor at the end.
+    # The largest tensors are measured first, so that at the end no thread is still busy with a large tensor.
     largest_first = sorted(names, key=lambda name: -view[name].nbytes)
     run_workers(largest_first, limit.jobs, partial(Worker, view.container.storage, limit), measure_tensor)
     measured = {name: values_by_name[name] for name in names}
@@ -502,7 +515,7 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
 
 def _has_numbers(tensor: StoredTensor) -> bool:
     kind = numpy_dtype(tensor.dtype)
-    # Complex numbers of half precision have a structured dtype, with field names.
+    # Complex numbers of half precision have a structured numpy dtype, with field names.
     return ITEM_BITS.get(tensor.dtype, 8) >= 8 and kind.kind in "fiuVb" and not kind.names
 
 
@@ -527,12 +540,12 @@ def _to_tensor_values(moments: Moments, channels: Doubles) -> TensorValues:
 
 
 def _outlier_channels(largest: Doubles) -> tuple[tuple[int, ...], float]:
-    """Return the numbers of outlier channels, and the ratio of the largest channel to the median channel."""
+    """Return the indices of outlier channels, and the ratio of the largest channel's value to the median channel's."""
     if not len(largest):
         return (), math.nan
     order = np.argsort(-largest, kind="stable")
     ranked = largest[order]
-    # Like `np.median`, without its import of masked arrays.
+    # This computes the same as `np.median`, but without its import of masked arrays.
     median = float(ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
     outliers = order[ranked > _OUTSTANDING * median] if median else order[:0]
     return tuple(outliers.tolist()), float(largest.max()) / median if median else math.nan

@@ -1,6 +1,7 @@
-"""Verification of a checkpoint against its own manifest, byte by byte, or against another checkpoint.
+"""Verification of a checkpoint against its own manifest, byte by byte, or against a second checkpoint.
 
-This module also opens the two checkpoints of a comparison: some options apply to both, some only to the first.
+This module also opens the two checkpoints of a comparison: some options apply to both checkpoints, and some only to the
+first.
 """
 
 from __future__ import annotations
@@ -59,58 +60,59 @@ from transaxle.spans import stage
 _SHOWN = 3
 """Largest number of problems that a printed verification shows."""
 _NO_DAMAGE = frozenset({"UNSUPPORTED", "UNSAFE_PICKLE"})
-"""Refusal codes that mean that optimizer state is not read, and so no damage."""
+"""Refusal codes that mean that optimizer state is not read; they do not indicate damage."""
 _WELL = {"manifest": "intact", "digests": "intact"}
 _AGAIN = "Copy the file again from where it is intact, or write the checkpoint again."
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of a verification; as a truth value, true if there are no problems and no differences."""
+    """The result of a verification; `bool(verification)` is true if there are no problems and no differences."""
 
     tensors: int
     """Number of tensors that the verification read."""
     parameters: int
-    """Number of elements in the model's tensors; for two checkpoints, number of elements that were compared."""
+    """Number of elements in the model's tensors; if two checkpoints were compared, the number of compared elements."""
     bytes_read: int
-    """Number of bytes that the verification read."""
+    """Number of bytes of files that the verification read."""
     against: str
-    """Evidence used: `manifest`; `digests` (stored in a single file); `structure` without manifest and digests, so that
-    the data itself is not proved; `checkpoint` if a second checkpoint was given.
+    """What the checkpoint was checked against: `manifest`; `digests` that are stored in a single file; `checkpoint`, if
+    a second checkpoint was given; or `structure`, if there is no manifest and no digest, so that the data itself is not
+    proved.
     """
     problems: tuple[Refusal, ...] = ()
-    """All problems of the checkpoint."""
+    """All problems that were found in the checkpoint."""
     unlisted: tuple[str, ...] = ()
-    """Files in the folder that the manifest does not list; they are not checked."""
+    """Files in the checkpoint's folder that the manifest does not list; these files are not checked."""
     comparison: Comparison | None = None
-    """The comparison with the second checkpoint; None if only one checkpoint was given."""
+    """The comparison with a second checkpoint; None if only one checkpoint was given."""
     unproved: int = 0
-    """Number of bytes of tensors for which the checkpoint has neither a recorded hash nor a checksum of its format."""
+    """Number of tensor bytes for which the checkpoint contains neither a hash nor a checksum."""
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems and no differences."""
+        """Whether the verification found no problems and no differences."""
         return not self.problems and (self.comparison is None or self.comparison.equal)
 
     @property
     def equal(self) -> bool:
-        """The same as `ok`, under a name that suits a comparison of two checkpoints."""
+        """The value of `ok`, under a name that suits a comparison of two checkpoints."""
         return self.ok
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """Differences between two checkpoints, in order of tensor names; empty if only one checkpoint was given."""
+        """Differences between two checkpoints, sorted by tensor name; empty if only one checkpoint was given."""
         return () if self.comparison is None else self.comparison.differences
 
     def __bool__(self) -> bool:
-        """Return whether there are no problems and no differences."""
+        """Return whether the verification found no problems and no differences."""
         return self.ok
 
     def __repr__(self) -> str:
         return f"<verification {self.verdict}>"
 
     def __str__(self) -> str:
-        """Return the text that `print` shows: the verdict, and the first problems or differences."""
+        """Return the text that `print(verification)` shows: the verdict, and the first problems or differences."""
         if self.comparison is not None:
             return str(self.comparison)
         lines = [self.verdict, *(f"  {line}" for each in self.problems[:_SHOWN] for line in str(each).splitlines())]
@@ -137,7 +139,7 @@ class Verification:
         return f"sound, the data is unchecked{'' if self.unproved == self.bytes_read else f' ({size(self.unproved)})'}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as plain JSON data."""
+        """Return the verification as plain JSON data."""
         return {
             "ok": self.ok,
             "tensors": self.tensors,
@@ -157,7 +159,7 @@ def verify_against(
     """Compare two checkpoints, whatever their formats and dialects.
 
     Raises:
-        TransaxleError: the first checkpoint cannot be expressed in the second checkpoint's dialect.
+        TransaxleError: if the first checkpoint cannot be expressed in the second checkpoint's dialect.
     """
     comparison = compare(first, second, limit=limit, progress=progress)
     return Verification(
@@ -171,14 +173,14 @@ def verify_against(
 
 @stage("verify")
 def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = no_progress) -> Verification:
-    """Check a checkpoint against its manifest: every file, every tensor, every copy, every byte.
+    """Check a checkpoint against its manifest: every file, every tensor, every copy of a tensor, and every byte.
 
-    A single-file checkpoint is checked against the digests in the file, if it was written with digests. Without
-    manifest and digests the tensors are read once, which proves the catalog and that every byte is readable. Checksums
-    of the format itself and the equality of copies are checked in any case.
+    A checkpoint that is a single file is checked against the digests in the file, if it was written with digests.
+    Without manifest and digests, every tensor is read once, which proves that the catalog is right and every byte is
+    readable. Checksums of the file format and the equality of copies are always checked.
 
     Raises:
-        Refused: CORRUPT if the manifest itself is damaged.
+        Refused: with code CORRUPT, if the manifest itself is damaged.
     """
     stored = _with_left_out((checkpoint.undecoded or checkpoint).stored)
     container, limit = stored.container, limit or limits()
@@ -221,7 +223,8 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     hashing = HashingFiles(None, (), range(len(items)), progress, check)
     Movement(items, container.storage, hashing, limit).move_local()
     large = [items[key] for key, name in enumerate(names) if name in damaged and len(span_ends(items[key].size)) > 1]
-    if large and (manifest is None or manifest.transaxle < IN_SPANS):  # an older version hashed each tensor in one span
+    # an older version of Transaxle hashed each tensor in one span
+    if large and (manifest is None or manifest.transaxle < IN_SPANS):
         hashing = HashingFiles(None, (), range(len(items)), finish=check, span_size=WHOLE)
         Movement(large, container.storage, hashing, limit).move_local()
     unlike, copied = _check_copies(container, digests, limit)
@@ -239,7 +242,9 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
 
 
 def _with_left_out(stored: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the tensors that were left out when it was opened, as verification covers all bytes."""
+    """Return a checkpoint with all tensors, including those omitted when it was opened, because a verification covers
+    all bytes.
+    """
     container = stored.container
     if not container.left:
         return stored
@@ -251,8 +256,8 @@ def _check_copies(container: Container, digests: Mapping[str, str], limit: Limit
     """Check that all copies of tensors are equal; return the refusals, and the number of bytes that the check has read.
 
     Args:
-        container: the checkpoint.
-        digests: hashes of the checkpoint's tensors, by name.
+        container: the files of the checkpoint.
+        digests: tensor name -> hash, for the tensors of the checkpoint.
         limit: number of worker threads, and memory of their buffers.
     """
     twins = (*container.twins, *container.uncompared)
@@ -283,7 +288,7 @@ def _check_copies(container: Container, digests: Mapping[str, str], limit: Limit
 
 
 def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
-    """Check all checksums that the format stores for byte ranges of its files."""
+    """Check all checksums that the file format stores for byte ranges of its files."""
     witness = layer(container.storage, Witness)
     if witness is None:
         return []
@@ -296,7 +301,7 @@ def _check_sums(container: Container, limit: Limits) -> list[Refusal]:
 
 
 def _bytes_without_proof(container: Container) -> int:
-    """Return the number of tensor bytes that lie outside all byte ranges with a checksum."""
+    """Return the number of tensor bytes outside of all byte ranges that have a checksum."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for checksum in container.checksums:
         ranges.setdefault(checksum.file, []).append((checksum.offset, checksum.end))
@@ -313,12 +318,12 @@ def _bytes_without_proof(container: Container) -> int:
 
 
 def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
-    """Read a tensor's bytes in order; its transfers are computed only when it is read, to save memory."""
+    """Read a tensor's bytes in order; to save memory, its transfers are computed only when it is read."""
     return worker.blocks(tensor.transfers(), tensor.nbytes)
 
 
 def _refuse_unlisted(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
-    """Yield refusals of tensors that only the manifest lists, and of tensors that only the files have."""
+    """Yield refusals of tensors that only the manifest lists, and of tensors that only the files contain."""
     for name in recorded:
         if name not in present:
             yield Refusal("MISSING_TENSOR", "the manifest lists this tensor; it is missing", Where(None, name))
@@ -328,7 +333,7 @@ def _refuse_unlisted(recorded: Collection[str], present: Collection[str]) -> Ite
 
 
 def _plain_numbers(container: Container) -> set[str]:
-    """Return the names of training state that are plain numbers, which a manifest does not list."""
+    """Return the names of training state that consists of plain numbers, which a manifest does not list."""
     entries = ((name, container.entries.get(name)) for name in container.beside)
     return {name for name, entry in entries if entry is not None and _file_of(entry) == NUMBERS}
 
@@ -359,11 +364,12 @@ def second_options(reading: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _open_named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) -> Iterator[Checkpoint]:
-    """Open one of two checkpoints, and report problems of its files with its path, to tell the two checkpoints apart.
+    """Open one of two checkpoints, and report problems of its files with its path, so that users can tell the two
+    apart.
 
     Args:
         opening: context that opens the checkpoint.
-        source: the same checkpoint, as the caller gave it.
+        source: the path of the checkpoint, or an open checkpoint, as given by the caller.
 
     Raises:
         TransaxleError: any error of `opening`.
@@ -379,7 +385,7 @@ def _open_named(opening: AbstractContextManager[Checkpoint], source: CheckpointL
 
 
 def _with_path(refusal: Refusal, path: Path) -> Refusal:
-    # `Path.is_file` would raise for a path that cannot be examined; the refusal explains it better.
+    # `Path.is_file` would raise an error for a path that cannot be examined; the refusal explains the problem better.
     file = refusal.where.file
     inside = path if file == path.name and os.path.isfile(path) else path / (file or "")  # noqa: PTH113
     is_known = file is not None and os.path.isfile(inside)  # noqa: PTH113
@@ -390,18 +396,18 @@ def _with_path(refusal: Refusal, path: Path) -> Refusal:
 def open_pair(
     a: CheckpointLike, b: CheckpointLike, reading: Mapping[str, Any]
 ) -> Iterator[tuple[Checkpoint, Checkpoint]]:
-    """Open two checkpoints; one of them may lack encoded tensors, a choice of weights, or optimizer state.
+    """Open two checkpoints. One of them may lack encoded tensors, a choice of weights, or optimizer state.
 
     Args:
-        a: a path, or an open checkpoint.
-        b: a path, or an open checkpoint.
+        a: the path of the first checkpoint, or an open checkpoint.
+        b: the path of the second checkpoint, or an open checkpoint.
         reading: options of `open_checkpoint`; if only `b` is a path, the options apply to `b`.
 
     Raises:
-        TypeError: options are given, but `a` and `b` are both open already.
-        Refused: UNSUPPORTED if weights are chosen, but neither checkpoint stores several kinds of weights;
-            MISSING_TENSOR if optimizer state is asked for, but neither checkpoint has it.
-        UsageError: AMBIGUOUS if tensors are to be decoded, but neither checkpoint has encoded tensors.
+        TypeError: if options are given, but both checkpoints are already open.
+        Refused: with code UNSUPPORTED, if weights are chosen, but neither checkpoint stores several kinds of weights;
+            with code MISSING_TENSOR, if optimizer state is asked for, but neither checkpoint has it.
+        UsageError: with code AMBIGUOUS, if tensors are to be decoded, but neither checkpoint has encoded tensors.
         TransaxleError: any error of `open_checkpoint`.
     """
     decode = reading.get("decode")

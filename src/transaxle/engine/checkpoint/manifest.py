@@ -1,11 +1,14 @@
-"""The manifest `transaxle.json`: describes a checkpoint that Transaxle wrote, with a hash of every tensor and header.
+"""The manifest is the file `transaxle.json`. It describes a checkpoint that Transaxle wrote, with a hash of every
+tensor and file header.
 
-The manifest is written last. While file sizes and header hashes match, it states family and dialect with certainty, and
-`verify` checks the bytes of every tensor against it. The manifest's own checksum covers the rest of its text.
+The manifest is written last. As long as file sizes and header hashes match the manifest, it states family and dialect
+with certainty, and `verify` checks the bytes of every tensor against it. The manifest's own checksum covers the rest of
+its text.
 
-A conversion hashes what it writes, so damaged source bytes would count as right from then on. Therefore a source that
-has hashes, in a manifest or in its files, is checked against them while it is read (`HashWitness`). Bytes that are read
-in the order in which they were hashed are hashed on the way; only the others are read once more.
+A conversion hashes the bytes that it writes, so damaged source bytes would from then on have a correct hash. Therefore
+a source that has hashes, in a manifest or in its files, is checked against them while it is read (`HashWitness`). Bytes
+that are read in the order in which they were hashed are hashed at the same time; all other bytes are read a second
+time.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ if TYPE_CHECKING:
 
 
 SCHEMA, IN_SPANS = 2, 2
-"""Versions of the manifest: the current version, and the first version in which large tensors are hashed in spans."""
+"""Versions of the manifest's schema: the current version, and the first version in which large tensors are hashed in
+spans.
+"""
 _BLOCK = 1 << 18
 _NEAR, _IN_A_ROW = 1 << 14, 4
-"""A gap between tensors is near if it and its distance to the gap before are at most `_NEAR` bytes long. After
-`_IN_A_ROW` near gaps, whole blocks are read, tensors included.
+"""A gap between two tensors in a file is near if both its length and its distance from the previous gap are at most
+`_NEAR` bytes. After `_IN_A_ROW` near gaps, whole blocks of the file are read, including the tensors between the gaps.
 """
 _LARGEST = 1 << 30
 
@@ -48,11 +53,11 @@ class FileRecord(msgspec.Struct, frozen=True):
     """Size and header hash of a file of the checkpoint."""
 
     size: int
-    """Size in bytes."""
+    """Size of the file in bytes."""
     head: int
     """Number of the file's bytes that belong to no tensor: headers, or all bytes if the file has no tensors."""
     xxh3: str
-    """xxh3-128 of the bytes outside the tensors, in file order, in hex."""
+    """The xxh3-128 hash, in hex, of the file's bytes outside the tensors, in file order."""
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
@@ -61,15 +66,15 @@ class TensorRecord(msgspec.Struct, frozen=True):
     dtype: str
     """Safetensors code of the tensor's dtype."""
     shape: tuple[int, ...]
-    """Number of logical elements along each dim."""
+    """Number of logical elements along each dim of the tensor."""
     xxh3: str
-    """xxh3-128 of the tensor's row-major little-endian bytes, in hex. In version 2, for tensors of more than 256 MiB,
-    xxh3-128 of the concatenated hex hashes of each 256 MiB.
+    """The xxh3-128 hash, in hex, of the tensor's row-major little-endian bytes. In version 2 of the manifest, a tensor
+    of more than 256 MiB has the xxh3-128 hash of the concatenated hex hashes of its 256 MiB spans.
     """
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `transaxle.json`."""
+    """The content of the manifest `transaxle.json`."""
 
     transaxle: int = 1
     """Version of the manifest's schema."""
@@ -82,31 +87,33 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     axes: dict[str, int]
     """Axis sizes, without those that differ between layers."""
     aliases: dict[str, str]
-    """Stored name of a tied tensor -> stored name of the original."""
+    """Stored name of a tied tensor -> stored name of the tensor that it is a copy of."""
     files: dict[str, FileRecord]
-    """File name -> size and hash, for every file except the manifest."""
+    """File name -> size and hash of the file, for every file except the manifest."""
     tensors: dict[str, TensorRecord]
-    """Stored name -> dtype, shape and hash, for every tensor."""
+    """Stored tensor name -> dtype, shape and hash, for every tensor."""
     source: str | msgspec.UnsetType = msgspec.UNSET
-    """URL of the source if it always has the same content: a hub's repository at a commit."""
+    """URL of the source if its content can never change: a hub's repository at a fixed commit."""
     checksum: str = ""
-    """xxh3-128 of the manifest's text with an empty checksum."""
+    """The xxh3-128 hash of the manifest's text, computed with an empty checksum."""
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the text of a manifest, with its checksum. Inverse: `decode`."""
+    """Return the text of a manifest, with its checksum. Its inverse is `decode`."""
     bare = msgspec.structs.replace(manifest, checksum="")
-    from transaxle.move.journal import digest  # imported here, so that opening other folders does not load it
+    # imported inside the function, so that opening a folder without a manifest does not load the module
+    from transaxle.move.journal import digest
 
     checksum = digest(msgspec.json.encode(bare))
     return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(bare, checksum=checksum)), indent=1)
 
 
 def decode(text: bytes, file: str = MANIFEST) -> Manifest:
-    """Read the text of a manifest.
+    """Parse the text of a manifest, and check it against its checksum.
 
     Raises:
-        Refused: UNSUPPORTED for a later version of the manifest; CORRUPT if the text is malformed or was changed.
+        Refused: with code UNSUPPORTED, if the manifest has a later version; with code CORRUPT, if the text is malformed
+            or was changed.
     """
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
@@ -121,9 +128,9 @@ def decode(text: bytes, file: str = MANIFEST) -> Manifest:
 
 
 def has_manifest(container: Container) -> bool:
-    """Tell whether a checkpoint has a manifest, valid or not.
+    """Return whether a checkpoint has a manifest, valid or not.
 
-    A single opened file has the manifest of its folder, if that can be read and lists the file.
+    A file that is opened alone has the manifest of its folder, if that manifest can be read and lists the file.
     """
     if MANIFEST not in container.storage.names():
         return False
@@ -136,13 +143,14 @@ def has_manifest(container: Container) -> bool:
 
 
 def load(container: Container) -> Manifest | None:
-    """Return the manifest of a checkpoint, whatever it says; None if there is none.
+    """Return the manifest of a checkpoint, even if it no longer matches the files; None if the checkpoint has no
+    manifest.
 
-    For a single opened file, return the part of its folder's manifest about this file.
+    For a file that is opened alone, return the part of its folder's manifest that describes this file.
 
     Raises:
-        Refused: CORRUPT, if the manifest is malformed or was changed.
-        StorageError: IO, if the manifest cannot be read.
+        Refused: with code CORRUPT, if the manifest is malformed or was changed.
+        StorageError: with code IO, if the manifest cannot be read.
     """
     storage = container.storage
     if MANIFEST not in storage.names():
@@ -165,9 +173,9 @@ def stale(manifest: Manifest, container: Container, files: Collection[str] | Non
     """Return refusals of files that no longer match the manifest.
 
     Args:
-        manifest: the manifest, from `load`.
-        container: the checkpoint.
-        files: names of the files to check; None: all files that the manifest lists.
+        manifest: the manifest, as returned by `load`.
+        container: the files of the checkpoint.
+        files: names of the files to check; None means all files that the manifest lists.
     """
     problems = []
     tensor_ranges = _tensor_ranges(container)
@@ -188,7 +196,7 @@ def stale(manifest: Manifest, container: Container, files: Collection[str] | Non
 
 
 def _size(container: Container, name: str, present: Collection[str]) -> int | None:
-    """Return the size of a file, possibly in a sub-folder; None if it does not exist."""
+    """Return the size of a file, whose name may contain a sub-folder; None if the file does not exist."""
     if "/" not in name and name not in present:
         return None
     try:
@@ -198,11 +206,11 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
 
 
 _Ranges = list[tuple[list[int], int]]
-"""Byte ranges of one file, as one pair (offsets, size) for all ranges of equal size."""
+"""Byte ranges in one file: one pair (offsets, size) for all ranges of the same size."""
 
 
 def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
-    """Return the byte ranges of the tensors in every file."""
+    """Return file name -> byte ranges of the tensors in the file."""
     alike: dict[tuple[str, str, Shape], list[int]] = {}
     copies = (twin.second for twin in (*container.twins, *container.uncompared))
     for entry in (*container.entries.values(), *container.left.values(), *copies):
@@ -217,7 +225,7 @@ def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
 
 
 def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) -> tuple[int, str]:
-    """Return the number and the xxh3-128 of a file's bytes outside its tensors."""
+    """Return the number of a file's bytes outside its tensors, and their xxh3-128 hash."""
     state = xxhash.xxh3_128()
     starts, stops = _gaps(size, ranges)
     count, number = sum(stops) - sum(starts), 0
@@ -225,7 +233,7 @@ def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) 
     buffer = memoryview(bytearray(min(_BLOCK, size)))
     while number < len(starts):
         reached, stop = max(reached, starts[number]), stops[number]
-        # Gaps between small tensors are small: many of them are read together.
+        # Gaps between small tensors are small, so many gaps are read at once.
         near_gaps = near_gaps + 1 if max(reached - end_of_block, stop - reached) <= _NEAR else 0
         wanted_bytes = stop - reached if near_gaps < _IN_A_ROW else size - reached
         block = buffer[: min(_BLOCK, wanted_bytes)]
@@ -239,7 +247,7 @@ def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) 
 
 
 def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
-    """Return the begin offsets and the end offsets of those parts of a file that lie outside all ranges."""
+    """Return the start offsets and the end offsets of the parts of a file that lie outside all given ranges."""
     starts, stops, reached = [], [], 0
     for begin, end in sorted((begin, begin + length) for begins, length in (*ranges, ([size], 0)) for begin in begins):
         if begin > reached:
@@ -252,7 +260,7 @@ def _gaps(size: int, ranges: _Ranges) -> tuple[list[int], list[int]]:
 def read_manifest(container: Container) -> Manifest | None:
     """Return the manifest if the checkpoint still matches it; None otherwise.
 
-    Only files with tensors or their descriptions, and config.json, are checked; `verify` checks all further files.
+    Only files with tensors or descriptions of tensors, and config.json, are checked; `verify` checks all other files.
     """
     try:
         manifest = None if container.storage.single else load(container)
@@ -277,7 +285,7 @@ _MEANT_CONFIG = f"If the change is meant, name the file (--config FILE, config=)
 
 
 class RecordedTensor(msgspec.Struct, frozen=True):
-    """A source tensor with the hash that is recorded for it."""
+    """A source tensor with the hash that the source records for it."""
 
     name: str
     """Stored name of the tensor."""
@@ -286,29 +294,29 @@ class RecordedTensor(msgspec.Struct, frozen=True):
     xxh3: str
     """The recorded xxh3-128 hash, in hex."""
     span: int
-    """Number of bytes in each span of the tensor that is hashed separately."""
+    """Number of bytes in each span of the tensor; the spans are hashed separately."""
     transfers: tuple[Transfer, ...]
     """The transfers that read the tensor's bytes, sorted by position in the tensor."""
 
 
 class _SpanProgress(msgspec.Struct):
-    """A span of a tensor whose bytes are read and hashed in order."""
+    """A span (byte range) of a tensor whose bytes are read and hashed in order."""
 
     hash: ItemHash
     thread: int
-    """Thread that reads the span: only a single thread keeps the order."""
+    """Identifier of the thread that reads the span; only a single thread can keep the order of the bytes."""
     reached: int
-    """Offset one past the last hashed byte."""
+    """Offset in the tensor of the byte after the last hashed byte."""
 
 
 class HashWitness(Overlay):
-    """A storage that checks the bytes of tensors against recorded hashes while they are read, once `watch` was called.
+    """A storage that, once `watch` was called, checks the bytes of tensors against recorded hashes while they are read.
 
-    Safe to share between threads.
+    It can be shared between threads.
 
     Args:
-        below: the storage with the files.
-        container: the checkpoint as stored.
+        below: the storage that contains the files.
+        container: the checkpoint with its stored tensors.
     """
 
     def __init__(self, below: Storage, container: Container | None = None) -> None:
@@ -317,27 +325,32 @@ class HashWitness(Overlay):
         self._records: Sequence[RecordedTensor] = ()
         self._starts: dict[str, list[int]] = {}
         self._pieces: dict[str, list[tuple[int, int, int]]] = {}
-        """File -> pieces of tensors: (offset in the file, tensor number, offset in the tensor)."""
+        """File name -> parts of tensors in this file, each as (offset in the file, tensor number, offset in the
+        tensor).
+        """
         self._ends: dict[str, list[int]] = {}
         self._progress: dict[tuple[int, int], _SpanProgress] = {}
         self._spans: dict[int, dict[int, str]] = {}
         self._read: dict[int, int] = {}
-        """Number of a tensor that was read but not yet checked -> number of its bytes that were read."""
+        """Number of a tensor that was read but not yet checked -> count of its bytes that were read."""
         self._settled: dict[int, bool] = {}
         self._scattered: set[int] = set()
-        """Tensors that are never read in order: in strided runs, or sharing bytes with others."""
+        """Numbers of tensors that are never read in order, because they are read in strided runs or share bytes with
+        other tensors.
+        """
         self._hashed_elsewhere: set[int] = set()
-        """Tensors that another component hashes while reading."""
+        """Numbers of tensors that the code that reads them also hashes."""
         self._reported: set[int] = set()
         self._lock = Lock()
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The folder's manifest; None if it does not describe the tensors of this container.
+        """The manifest of the checkpoint's folder; None if the manifest does not describe the tensors of this
+        container.
 
         Raises:
-            Refused: CORRUPT or UNSUPPORTED, if the manifest is malformed or of a later version.
-            StorageError: IO, if the manifest cannot be read.
+            Refused: with code CORRUPT, if the manifest is malformed; with code UNSUPPORTED, if it has a later version.
+            StorageError: with code IO, if the manifest cannot be read.
         """
         manifest = None if self.container is None else load(self.container)
         if manifest is None or self.container is None or manifest.files.keys().isdisjoint(self.container.files):
@@ -346,11 +359,11 @@ class HashWitness(Overlay):
 
     @property
     def is_watching(self) -> bool:
-        """Whether `watch` was called with hashes."""
+        """Whether `watch` was called with recorded hashes."""
         return bool(self._records)
 
     def watch(self, records: Sequence[RecordedTensor]) -> None:
-        """Start to check reads against recorded hashes; later calls do nothing."""
+        """Start to check the bytes that are read against recorded hashes; a second call changes nothing."""
         with self._lock:
             if self._records:
                 return
@@ -373,11 +386,13 @@ class HashWitness(Overlay):
             self._read = dict.fromkeys(self._scattered, 0)
 
     def tensor_in(self, parts: Sequence[Transfer], size: int) -> int | None:
-        """Return the number of the tensor that transfers read completely, whose hash the caller then reports.
+        """Return the number of the tensor that the given transfers read completely; the caller then passes the tensor's
+        hash to `settle`.
 
-        None if the transfers read no whole tensor, or if the tensor's hash is not made from the same spans.
+        Return None if the transfers read no whole tensor, or if the recorded hash was not made from the same spans.
         """
-        from transaxle.move.journal import span_ends  # imported here and below: opening a checkpoint hashes nothing
+        # imported here and in the functions below, because opening a checkpoint hashes nothing
+        from transaxle.move.journal import span_ends
 
         if len(parts) != 1 or parts[0].loops or parts[0].width != size or parts[0].file not in self._pieces:
             return None
@@ -393,14 +408,14 @@ class HashWitness(Overlay):
         return number
 
     def settle(self, number: int, xxh3: str) -> None:
-        """Compare the hash of a tensor's bytes, as they were read, with the recorded hash."""
+        """Compare the hash of the tensor's bytes that were read with the recorded hash."""
         with self._lock:
             self._settled[number] = self._settled.get(number, True) and self._records[number].xxh3 == xxh3
             self._read.pop(number, None)
 
     def expect(self, parts: Iterable[Transfer]) -> None:
-        """Note that other processes have read these transfers; one from a file unknown here counts as a read of all
-        tensors.
+        """Record that other processes have read these transfers. A transfer from a file that is unknown here counts as
+        a read of all tensors.
         """
         numbers = self._scattered.copy()
         for part in parts:
@@ -413,13 +428,13 @@ class HashWitness(Overlay):
                 self._read.setdefault(number, 0)
 
     def take_proved(self) -> tuple[str, ...]:
-        """Return the tensors that proved intact since the last call.
+        """Return the names of the tensors that proved intact since the last call.
 
-        Tensors that this process read only in part are left to the process that combines the reads of all processes.
+        A tensor that this process read only in part is checked by the process that combines the reads of all processes.
 
         Raises:
-            Refused: CORRUPT for each tensor that does not match its hash.
-            StorageError: IO, if a file cannot be read.
+            Refused: with code CORRUPT, for each tensor that does not match its hash.
+            StorageError: with code IO, if a file cannot be read.
         """
         self._check_hashes([number for number, count in [*self._read.items()] if count >= self._records[number].size])
         with self._lock:
@@ -429,7 +444,7 @@ class HashWitness(Overlay):
         return tuple(self._records[number].name for number in proved)
 
     def accept(self, names: Collection[str]) -> None:
-        """Count tensors as intact, because a different process has checked them against their hashes."""
+        """Count tensors as intact, because another process has checked them against their hashes."""
         with self._lock:
             for number, tensor in enumerate(self._records):
                 if tensor.name in names:
@@ -440,8 +455,8 @@ class HashWitness(Overlay):
         """Check that no file has changed, and that every tensor that was read matches its hash.
 
         Raises:
-            Refused: CORRUPT for each tensor that does not match its hash.
-            StorageError: IO, if a file cannot be read.
+            Refused: with code CORRUPT, for each tensor that does not match its hash.
+            StorageError: with code IO, if a file cannot be read.
         """
         super().recheck()
         self._check_hashes([*self._read])
@@ -464,7 +479,7 @@ class HashWitness(Overlay):
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """See `Storage`; strided runs are read once more for their hash."""
+        """Copy bytes as `Storage.add_read` does; the bytes of strided runs are read a second time for their hash."""
         self.below.add_read(steps, name, offset, view, width, loops)
         if loops:
             self._count_read(name, offset, width, loops)
@@ -481,7 +496,7 @@ class HashWitness(Overlay):
                     self._read[number] = self._read.get(number, 0) + runs.size
 
     def _hash_read(self, steps: Steps, name: str, offset: int, view: memoryview) -> None:
-        """Hash those bytes of a read that continue a tensor whose hash is in progress."""
+        """Hash the bytes of a read that continue a tensor whose hash is in progress."""
         if name not in self._pieces or not view.nbytes:
             return
         octets = view.cast("B")
@@ -494,7 +509,7 @@ class HashWitness(Overlay):
                 self._hash(number, place, octets[low - offset : high - offset], steps)
 
     def _hash(self, number: int, start: int, data: memoryview, steps: Steps) -> None:
-        """Hash bytes of a tensor, beginning at offset `start`."""
+        """Hash bytes of a tensor, beginning at the offset `start` in the tensor."""
         tensor = self._records[number]
         while len(data):
             at, inside = divmod(start, tensor.span)
@@ -508,7 +523,7 @@ class HashWitness(Overlay):
             start, data = start + len(part), data[len(part) :]
 
     def _span_at(self, number: int, at: int, inside: int) -> _SpanProgress | None:
-        """Return the span that bytes at an offset continue in this thread; None if they continue no span."""
+        """Return the span that the bytes at an offset continue in this thread; None if they continue no span."""
         from transaxle.move.journal import WHOLE, ItemHash
 
         with self._lock:
@@ -520,7 +535,9 @@ class HashWitness(Overlay):
             return passing
 
     def _finish_span(self, number: int, at: int, passing: _SpanProgress) -> None:
-        """Store the hash of a complete span; after the last span, settle the tensor."""
+        """Store the hash of a complete span; after the last span of a tensor, compare the tensor's hash with the
+        recorded one.
+        """
         from transaxle.move.journal import join_hashes
 
         tensor = self._records[number]
@@ -535,7 +552,9 @@ class HashWitness(Overlay):
         self.settle(number, join_hashes([spans[each] for each in sorted(spans)]))
 
     def _tensors_in(self, file: str, offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the tensors in a range of a file: number, offset in the tensor, and the range in the file."""
+        """Yield the tensors in a byte range of a file, each as its number, the offset in the tensor, and its range in
+        the file.
+        """
         pieces, ends, stop = self._pieces[file], self._ends[file], offset + size
         index = max(bisect_right(self._starts[file], offset) - 1, 0)
         while index < len(pieces) and pieces[index][0] < stop:
@@ -552,31 +571,33 @@ class HashWitness(Overlay):
 
 
 def with_hash_witness(container: Container) -> Container:
-    """Return a container that checks its reads against recorded hashes, if the checkpoint has recorded hashes."""
+    """Return a container that checks the bytes it reads against recorded hashes, if the checkpoint has recorded
+    hashes.
+    """
     if not has_hashes(container):
         return container
     return msgspec.structs.replace(container, storage=HashWitness(container.storage, container))
 
 
 def has_hashes(container: Container) -> bool:
-    """Tell whether hashes of some tensors are recorded, in a manifest or as digests in the files."""
+    """Return whether hashes of at least some tensors are recorded, in a manifest or as digests in the files."""
     return bool(container.seals) or has_manifest(container)
 
 
 def hash_evidence(container: Container) -> str:
-    """Return the kind of record that has the hashes of all tensors, `manifest` or `digests`; `structure` if there is
-    none.
+    """Return where the hashes of all tensors are recorded: `manifest` or `digests`; `structure` means that there are no
+    hashes.
 
     Raises:
         Refused: any refusal that `HashWitness.manifest` raises.
-        StorageError: IO, if the manifest cannot be read.
+        StorageError: with code IO, if the manifest cannot be read.
     """
     witness = layer(container.storage, HashWitness)
     if witness is None or witness.container is None:
         return "structure"
     if witness.manifest is not None:
         return "manifest"
-    container = witness.container  # not the view's container, whose tensors may be in virtual files
+    container = witness.container  # the container of the view is not used, because its tensors may be in virtual files
     files = {extent.file for entry in container.entries.values() for extent in entry.extents}
     return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"
 
@@ -585,10 +606,10 @@ def problems_of(storage: Storage, *, copies_about_use: bool, config_given: bool)
     """Yield problems of a source's bytes outside its tensors, and of its list of files.
 
     Args:
-        storage: the source's files, or a view of them.
-        copies_about_use: whether files that only concern the model's use are copied along; otherwise their content
-            does not matter.
-        config_given: whether the user gave a config, so that the source's own does not count.
+        storage: the files of the source, or a storage that wraps them.
+        copies_about_use: whether files that only concern the use of the model (tokenizer, chat template) are copied
+            too; if not, their content is not checked.
+        config_given: whether the user gave a config; if so, the source's own config is not checked.
     """
     witness = layer(storage, HashWitness)
     if witness is None or witness.container is None:
@@ -624,7 +645,7 @@ def edit_notes(storage: Storage, carried: Collection[str]) -> Iterator[str]:
         manifest, container = witness.manifest, witness.container
         about_use = [name for name in carried if is_for_use(name)]
         changed = stale(manifest, container, about_use) if manifest is not None and about_use else []
-    except TransaxleError:  # `problems_of` refuses this before anything is written
+    except TransaxleError:  # `problems_of` refuses such a file before anything is written
         return
     for name in (problem.where.file or "" for problem in changed):
         if manifest is not None and _is_edited(container, name, manifest):
@@ -632,9 +653,10 @@ def edit_notes(storage: Storage, carried: Collection[str]) -> Iterator[str]:
 
 
 def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
-    """Tell whether a changed file was edited on purpose, rather than damaged.
+    """Return whether a changed file was probably edited on purpose, rather than damaged.
 
-    Damaged files have the same length, are truncated, or are no text. Files that only people read may be edited freely.
+    A damaged file is one that kept its length, was truncated, or is not text. Files that only people read may be edited
+    without a refusal.
     """
     if is_for_people(name):
         return True
@@ -649,11 +671,11 @@ def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
 
 
 def watch_hashes(storage: Storage) -> None:
-    """Start to check the bytes that are read from a source against its own hashes, if it has any.
+    """Start to check the bytes that are read from a source against the source's own hashes, if it has any.
 
     Raises:
-        Refused: CORRUPT or UNSUPPORTED, if the manifest is malformed or of a later version.
-        StorageError: IO, if a file cannot be read.
+        Refused: with code CORRUPT, if the manifest is malformed; with code UNSUPPORTED, if it has a later version.
+        StorageError: with code IO, if a file cannot be read.
     """
     from transaxle.move.journal import span_ends
 
@@ -689,7 +711,9 @@ def _places(entry: Entry, source: Source) -> tuple[Transfer, ...]:
 
 
 def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
-    """Yield name, begin offset and end offset of each non-empty tensor in a file that was written with digests."""
+    """Yield tensor name, start offset and end offset of each non-empty tensor in a file that was written with
+    digests.
+    """
     for name, entry in (*container.entries.items(), *container.left.items()):
         if entry.nbytes and entry.extents[0].file == file:
             begin = entry.extents[0].offset
@@ -697,14 +721,14 @@ def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
 
 
 def digest_positions(seal: Seal, container: Container) -> Iterator[tuple[str, int]]:
-    """Yield each tensor of a file that was written with digests, with the position of the tensor's digest."""
+    """Yield (tensor name, position of the tensor's digest) for each tensor of a file that was written with digests."""
     for name, begin, _ in _ranges(seal.file, container):
         if begin in seal.places:
             yield name, seal.places[begin]
 
 
 def check_rest(seal: Seal, container: Container) -> Iterator[Refusal]:
-    """Check a file's bytes outside its tensors against their digest, and that every tensor has a digest."""
+    """Check that a file's bytes outside its tensors match their digest, and that every tensor has a digest."""
     ranges = list(_ranges(seal.file, container))
     if {begin for _, begin, _ in ranges} != seal.places.keys():
         yield Refusal("CORRUPT", "the number of digests is not the number of tensors", Where(seal.file))

@@ -1,4 +1,4 @@
-"""Adapters of the package peft (such as LoRA), whose tensors are added to the tensors of a base model."""
+"""Adapters of the package peft (such as LoRA adapters), whose tensors are added to the tensors of a base model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ADAPTED = "base_model."
 """Prefix of the names of a peft adapter's tensors."""
 ADAPTER_STEM = "adapter_model"
-"""Stem (name without suffix) of the only file in which peft looks for an adapter's tensors."""
+"""Stem (name without suffix) of the only file in which peft looks for the tensors of an adapter."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
     "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, keep its "
@@ -27,10 +27,10 @@ _HINT = (
 
 
 def adapter_config(container: Container) -> Mapping[str, Any] | None:
-    """Return the adapter_config.json of a checkpoint; None if the checkpoint is no adapter.
+    """Return the content of a checkpoint's adapter_config.json; None if the checkpoint is not an adapter.
 
     Raises:
-        Refused: CORRUPT, if adapter_config.json does not parse.
+        Refused: with code CORRUPT, if adapter_config.json is not valid JSON.
     """
     if ADAPTER_CONFIG not in container.carried:
         return None
@@ -39,11 +39,11 @@ def adapter_config(container: Container) -> Mapping[str, Any] | None:
 
 
 def check_model(container: Container) -> None:
-    """Refuse an adapter, because the families' tables of tensor names read only whole models.
+    """Refuse a checkpoint that is an adapter, because the families' tables of tensor names read only whole models.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, if the checkpoint is an adapter.
-        Refused: CORRUPT, if adapter_config.json does not parse.
+        UsageError: with code UNKNOWN_FAMILY, if the checkpoint is an adapter.
+        Refused: with code CORRUPT, if adapter_config.json is not valid JSON.
     """
     config = adapter_config(container)
     if config is not None:
@@ -57,16 +57,17 @@ def check_model(container: Container) -> None:
 
 
 def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, express: Express) -> Container:
-    """Return an adapter's files for the same base model in another dialect of tensor names.
+    """Return the files of an adapter for the same base model in a different dialect of tensor names.
 
     Args:
         container: files of the adapter.
-        config: config.json of the base model.
+        config: content of the base model's config.json.
         dialect: label of the dialect to write.
-        express: opens a container of computed tensors as a checkpoint of the base model; see `convert_adapter`.
+        express: function that opens a container of computed tensors as a checkpoint of the base model; see
+            `convert_adapter`.
 
     Raises:
-        TransaxleError: any error of `convert_adapter`; UNKNOWN_FAMILY if the base model's config is missing.
+        TransaxleError: any error of `convert_adapter`; with code UNKNOWN_FAMILY, if the base model's config is missing.
     """
     from transaxle.engine.adapter_files import convert_adapter
 

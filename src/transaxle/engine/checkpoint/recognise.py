@@ -1,4 +1,4 @@
-"""Recognition of a checkpoint's family and dialect from its config and tensor names, never from shapes."""
+"""Recognises a checkpoint's family and dialect from its config and tensor names, but never from tensor shapes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from transaxle.formats.catalog import Container
 from transaxle.formats.registry import ADAPTER_CONFIG, CALLED
 
 IDENTITY = "identity"
-"""Label of the dialect that every checkpoint has: each tensor under its own stored name."""
+"""Label of the dialect that fits every checkpoint: each tensor keeps its stored name."""
 _CLOSE = 3
-"""Number of similar family names that a refusal lists."""
+"""Largest number of similar family names that a refusal lists."""
 _LISTED = 12
-"""Number of possible readings (family and dialect) of the same names that a refusal lists."""
+"""Largest number of readings (pairs of family and dialect that fit the tensor names) that a refusal lists."""
 _SHARED = frozenset({"hf", "transformers"})
-"""Dialects whose names many models share, with different layouts."""
+"""Dialects whose tensor names are shared by many models with different layouts."""
 _ANY_SIZES = (1, 10**6)
-"""Smallest and largest possible axis size: a condition that is true with either does not depend on sizes."""
+"""The smallest and the largest possible axis size; a condition that is true for both does not depend on sizes."""
 _CHOOSE = "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)."
 _KEEP = "Names stay as they are with --to safetensors:identity."
 _KNOWN_TO_RUN = (
@@ -54,44 +54,49 @@ _KNOWN_TO_RUN = (
     "num_local_experts", "n_routed_experts", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "v_head_dim",
     "qk_nope_head_dim", "qk_rope_head_dim",
 )  # fmt: skip
-"""Config keys that must equal the sizes recorded in the checkpoint's own files, if it has any. Sizes of axes that are
-merged into one dim could be exchanged, and the shapes would still fit."""
+"""Config keys whose values must equal the sizes recorded in the checkpoint's own files, if these files record any. If
+the sizes of two axes that are merged into one dim were swapped, the shapes would still fit.
+"""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SAME: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_EXPERTS, _EXPERTS),
     "moe_intermediate_size": ("moe_intermediate_size", "intermediate_size"),
 }
-"""Config keys for one size, any of which may state it: transformers also writes keys with meaningless defaults."""
+"""Config key of a size -> all keys that may state the same size; transformers also writes keys with meaningless
+defaults.
+"""
 _VOCABULARY, _ROWS = "vocab_size", "n"
-"""Config key of the vocabulary size, and the axis of its rows; further rows are padding, which targets do not get."""
+"""Config key of the vocabulary size, and the axis of the vocabulary's rows. Rows beyond that size are padding, which is
+not converted.
+"""
 _TORCHTUNE = re.compile(
     r"(?:.+\.)?layers\.0\.(?:attn\.(?:q_proj|k_proj|v_proj|output_proj)\..+|(?:sa|mlp)_norm\.scale)"
 )
 """Patterns of tensor names that only torchtune's models have."""
 ENGINES = frozenset({"vllm"})
-"""Dialects of inference engines. A file is read in one only if its names, its manifest or the user say so, because some
-engines store other contents under the hub's names.
+"""Dialects of inference engines, such as vLLM. Such a dialect is chosen only by distinctive tensor names, a manifest or
+the user, because some engines store different contents under the hub's names.
 """
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """A model family and one of its dialects that read a checkpoint's tensor names."""
+    """A model family and one of its dialects whose table fits a checkpoint's tensor names."""
 
     family: Family
-    """The family whose table reads the names."""
+    """The family whose table fits the tensor names."""
     dialect: Dialect
-    """The dialect of the family that reads the names."""
+    """The dialect of the family that fits the tensor names."""
     prefix: str
-    """Text before every stored name, such as `model.`; empty if the names have no such prefix."""
+    """Text at the beginning of every stored name, such as `model.`; empty if the names have no common prefix."""
     matched: int
-    """Number of stored names that the dialect reads."""
+    """Number of stored names that the dialect's table contains."""
 
 
 def pick_family(label: str, families: Families) -> Family:
     """Return a family by its name, or by a model type that no other family has.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, with the closest names.
+        UsageError: with code UNKNOWN_FAMILY, and the closest names, if there is no such family.
     """
     if label in families:
         return families[label]
@@ -118,25 +123,27 @@ _NUMBERS = {
     },
     **dict.fromkeys(("fp16", "float16"), "--dtype fp16"),
 }
-"""Number formats that users type as a dialect -> the option that they need instead."""
+"""Number format that users may type instead of a dialect -> the option that they need."""
 _ELSEWHERE = {
     **dict.fromkeys(("gguf", "ggml", "llama.cpp", "llamacpp"), "llama.cpp's convert_hf_to_gguf.py"),
     "onnx": "Optimum's exporter (optimum-cli export onnx)",
     "mlx": "mlx_lm.convert",
 }
-"""File format of another program -> the tool that makes such a file from a folder in the hub's form."""
+"""File format of a program other than Transaxle -> the tool that makes such a file from a folder in the hub's
+layout.
+"""
 
 
 def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dialect:
-    """Return a dialect of a family by its label.
+    """Return the dialect of a family that has a given label.
 
     Args:
         family: the family that should have the dialect.
-        label: the dialect's label as the user typed it.
-        formats: names of formats, which the user may have confused with a dialect.
+        label: label of the dialect, as the user typed it.
+        formats: names of file formats, which the user may have confused with dialects.
 
     Raises:
-        UsageError: AMBIGUOUS if the family has no such dialect, with the dialects that it has.
+        UsageError: with code AMBIGUOUS, if the family has no such dialect; the error lists the dialects that it has.
     """
     match = family.dialect(read_text("dialect", label, "hf"))
     if match is None:
@@ -158,7 +165,9 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
 
 
 def other_meaning(label: str) -> str:
-    """Return a hint if a target is a number format or another program's file format instead of a dialect; else ""."""
+    """Return a hint if a target names a number format or the file format of a different program instead of a dialect;
+    else return "".
+    """
     word = label.lower()
     if word in _NUMBERS:
         return f"That is a format of numbers: --to hf {_NUMBERS[word]}."
@@ -168,15 +177,15 @@ def other_meaning(label: str) -> str:
 
 
 def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -> None:
-    """Refuse a label that is no dialect of any family.
+    """Refuse a label that no family uses for a dialect.
 
     Args:
-        label: the dialect's label as the user typed it.
+        label: label of the dialect, as the user typed it.
         families: all known families.
-        formats: names of formats, which the user may have confused with a dialect.
+        formats: names of file formats, which the user may have confused with dialects.
 
     Raises:
-        UsageError: AMBIGUOUS if no family has such a dialect, with a suggestion.
+        UsageError: with code AMBIGUOUS and a suggestion, if no family has such a dialect.
     """
     if label == IDENTITY or is_dialect(label):
         return
@@ -193,23 +202,24 @@ def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the model types in a config: that of the whole model, and that of its text model."""
+    """Return the model types in a config: the type of the whole model, and the type of its text model."""
     nested = config.get("text_config")
     levels = [config, nested] if isinstance(nested, Mapping) else [config]
     return [level["model_type"] for level in levels if isinstance(level.get("model_type"), str)]
 
 
 def _present_tensors(reading: Reading, grouped: Mapping[str, list[str]]) -> set[str]:
-    """Return the logical tensors of which the stored names contain at least one."""
+    """Return the logical tensors to which at least one of the stored names belongs."""
     stored = {skeleton(names[0][len(reading.prefix) :]) for names in grouped.values()}
     return {c for line in reading.dialect.lines if line.name.skeleton in stored for c in line.expression.components}
 
 
 def _count_missing(reading: Reading, grouped: Mapping[str, list[str]]) -> tuple[int, int]:
-    """Return how many mandatory and how many optional tensors of the family are missing among the names.
+    """Return how many mandatory and how many optional tensors of the family have no stored name.
 
-    Mandatory tensors are those of every model of the family. A tensor that may be stored as a tie does not count. Names
-    without any layer lack at least the layers.
+    A tensor is mandatory if every model of the family has it. A tensor that may be stored as a tie (a second name of
+    another tensor) does not count as missing. If no stored name belongs to a layer, at least the tensors of the layers
+    are missing.
     """
     family, present = reading.family, _present_tensors(reading, grouped)
     numbered = {name for name, tensor in family.tensors.items() if not family.name_axes.isdisjoint(tensor.axes)}
@@ -217,17 +227,18 @@ def _count_missing(reading: Reading, grouped: Mapping[str, list[str]]) -> tuple[
     absent = [tensor for name, tensor in family.tensors.items() if name not in present | ties]
     first = dict.fromkeys(family.name_axes, 0)
     any_sizes = [Sizes(family, {}, dict.fromkeys(family.axes, size)) for size in _ANY_SIZES]
-    # A tensor is mandatory if its condition is true for the first layer, whatever the sizes and the config.
+    # A tensor is mandatory if its condition is true for the first layer with every size and config.
     mandatory = sum(all(sizes.holds(tensor.when, first) for sizes in any_sizes) for tensor in absent)
     layers = bool(numbered) and numbered.isdisjoint(present)
     return mandatory + layers, len(absent) - mandatory
 
 
 def _most_complete(readings: Sequence[Reading], grouped: Mapping[str, list[str]]) -> list[Reading]:
-    """Return the readings that lack no mandatory tensor and the fewest optional tensors.
+    """Return the readings that lack no mandatory tensor; of these, return those that lack the fewest optional tensors.
 
-    All names of a Llama are also names of a Qwen3, which always has more; all names of a Qwen3 are names of a Qwen3-MoE
-    without experts. If every reading lacks something (one shard of several), all readings are returned.
+    All tensor names of a Llama model also occur in a Qwen3 model, which always has additional tensors; all names of a
+    Qwen3 model occur in a Qwen3-MoE model, apart from its experts. If every reading lacks a tensor, as for a single
+    shard file of several, all readings are returned.
     """
     missing_counts = [(reading, *_count_missing(reading, grouped)) for reading in readings]
     fewest = min((others for _, mandatory, others in missing_counts if not mandatory), default=0)
@@ -237,7 +248,7 @@ def _most_complete(readings: Sequence[Reading], grouped: Mapping[str, list[str]]
 
 
 def _readings(family: Family, grouped: Mapping[str, list[str]], dialect: str | None) -> Iterator[Reading]:
-    """Yield how each dialect of a family, or only the given dialect, reads the names."""
+    """Yield, for each dialect of a family or only for the given dialect, a reading of the tensor names."""
     for candidate in family.dialects if dialect is None else [family.dialect(dialect)]:
         matched, prefix = (0, "") if candidate is None else score(grouped, candidate)
         if candidate is not None and matched:
@@ -245,10 +256,10 @@ def _readings(family: Family, grouped: Mapping[str, list[str]], dialect: str | N
 
 
 def _best_readings(families: Families, grouped: Mapping[str, list[str]], dialect: str | None) -> list[Reading]:
-    """Return the readings with the most matched names, in the order of the families.
+    """Return the readings that match the most tensor names, in the order of the families.
 
-    Families are tried in the order of an upper bound of their matches, so that tables which cannot win are never
-    parsed. Families of installed plugins are tried only if no other reads all names.
+    Families are tried in the order of an upper bound of their matches, so that tables that cannot match the most names
+    are never parsed. Families of installed plugins are tried only if no built-in family matches all names.
     """
     readings: list[Reading] = []
     best_count = 0
@@ -276,11 +287,12 @@ def recognise(
         names: the checkpoint's stored names.
         config: content of the checkpoint's config.json; empty if there is none.
         families: all known families.
-        family: the family that the user gave, which is not questioned; None: find it.
-        dialect: the dialect that the user gave, which is not questioned; None: find it.
+        family: the family that the user gave, which is accepted without a check; None means that it is recognised.
+        dialect: the dialect that the user gave, which is accepted without a check; None means that it is recognised.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY if no family reads the names; AMBIGUOUS, with the candidates, if several do.
+        UsageError: with code UNKNOWN_FAMILY, if no family's table fits the tensor names; with code AMBIGUOUS, and the
+            candidates, if several fit.
     """
     grouped = _group_names(names)
     types = model_types(config)
@@ -315,16 +327,17 @@ def recognise(
 def _refuse_silent(
     labels: Collection[str], grouped: Mapping[str, list[str]], families: Families, best_count: int
 ) -> None:
-    """Refuse names that a table chosen only by a config reads better than the tables chosen by names.
+    """Refuse tensor names if they fit a table that only a config can select better than any table that names alone can
+    select.
 
     Args:
-        labels: the dialects that read the most names, of all tables that names can choose.
-        grouped: the stored names, grouped by pattern.
+        labels: the dialects that match the most names, among all tables that names alone can select.
+        grouped: the stored tensor names, grouped by pattern.
         families: all known families.
-        best_count: number of names that these dialects read.
+        best_count: number of tensor names that these dialects match.
 
     Raises:
-        UsageError: AMBIGUOUS, if such a table exists.
+        UsageError: with code AMBIGUOUS, if a table that only a config can select fits better.
     """
     readings = [
         reading
@@ -346,13 +359,14 @@ def _refuse_silent(
 
 
 def keep_names(names: Iterable[str], label: str, families: Families) -> bool:
-    """Tell whether names are already those of a dialect, whatever family the model has.
+    """Return whether tensor names already are those of a dialect, whatever the model's family.
 
-    Extra state of a run, beside its model and optimizer, does not count: it belongs to no module of the model.
+    Extra state of a training run, apart from its model and optimizer, is ignored, because it belongs to no module of
+    the model.
 
     Args:
-        names: stored names.
-        label: label of the dialect; for a dialect whose names many models share, the result is always False.
+        names: stored tensor names.
+        label: label of the dialect; if many models share the names of this dialect, the result is always False.
         families: all known families.
     """
     if _bare(label) in _SHARED:
@@ -372,19 +386,19 @@ def keep_names(names: Iterable[str], label: str, families: Families) -> bool:
 
 
 def _bare(label: str) -> str:
-    """Return a dialect's name without its version."""
+    """Return a dialect's name without its version suffix."""
     return label.partition("@")[0]
 
 
 def _group_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the parameters of stored names by pattern, ignoring wrappers and optimizer slots."""
+    """Group the parameters in stored names by pattern, ignoring wrapper prefixes and optimizer slots."""
     listed = tuple(names)
     inner_names = without_wrappers(listed)
     return group(split_slot(inner_names.get(name, name))[0] for name in listed)
 
 
 def _is_whole(reading: Reading, grouped: Mapping[str, list[str]]) -> bool:
-    """Tell whether a dialect reads all names in every top-level module of which it reads any."""
+    """Return whether a dialect matches all names in every top-level module in which it matches at least one name."""
     modules: dict[bool, set[str]] = {True: set(), False: set()}
     for alike in grouped.values():
         name = alike[0].removeprefix(reading.prefix)
@@ -395,10 +409,11 @@ def _is_whole(reading: Reading, grouped: Mapping[str, list[str]]) -> bool:
 
 
 def _refuse_torchtune(grouped: Mapping[str, list[str]]) -> None:
-    """Refuse names of torchtune's models: no table reads them, and those shared with other models are misleading.
+    """Refuse the tensor names of torchtune's models. No table fits them, and the names that they share with other
+    models are misleading.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, if only torchtune's models have the names.
+        UsageError: with code UNKNOWN_FAMILY, if only torchtune's models use the names.
     """
     first = next((alike[0] for key, alike in grouped.items() if _TORCHTUNE.fullmatch(key)), None)
     if first is not None:
@@ -415,7 +430,9 @@ def _refuse_torchtune(grouped: Mapping[str, list[str]]) -> None:
 
 
 def _rules_used(reading: Reading, grouped: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """Return the rules by which a dialect reads the names: dialects with equal rules are the same reading."""
+    """Return the mapping rules with which a dialect reads the names; two dialects with equal mapping rules are the same
+    reading.
+    """
     texts: set[str] = set()
     for names in grouped.values():
         name = names[0][len(reading.prefix) :]
@@ -425,7 +442,7 @@ def _rules_used(reading: Reading, grouped: Mapping[str, list[str]]) -> tuple[str
 
 
 def _ambiguous_readings(readings: Sequence[Reading], matched: int, names: int, types: Sequence[str]) -> TransaxleError:
-    """Build the refusal if several families or dialects read the names equally well."""
+    """Return the error for tensor names that several families or dialects fit equally well."""
     listed = ", ".join(f"{each.family.name}:{each.dialect.label}" for each in readings[:_LISTED])
     omitted = f" and {len(readings) - _LISTED} more" if len(readings) > _LISTED else ""
     names_only = "" if types else " (there is no config.json to decide)"
@@ -440,16 +457,16 @@ def _ambiguous_readings(readings: Sequence[Reading], matched: int, names: int, t
 def _no_reading(
     names: Sequence[str], types: Sequence[str], candidates: Sequence[Family], families: Families, dialect: str | None
 ) -> TransaxleError:
-    """Build the refusal of names that no dialect reads, with the dialect whose names are closest.
+    """Return the error for tensor names that no dialect fits; it names the dialect with the closest names.
 
-    A dialect that no candidate has is reported as a typing error, and an unknown model type as unknown.
+    A dialect label that no candidate has is reported as a typing error, and an unknown model type as unknown.
 
     Args:
-        names: the stored names.
-        types: the model types of the config.
-        candidates: the families given by the model types or the user; if empty, every family recognised by names.
+        names: the stored tensor names.
+        types: the model types in the config.
+        candidates: the families selected by the model types or the user; if empty, all families that names can select.
         families: all known families.
-        dialect: the dialect that the user gave.
+        dialect: label of the dialect that the user gave.
     """
     entries = families.everything.entries
     labels = {label for name in [f.name for f in candidates] or entries for label in entries[name].dialects}
@@ -459,9 +476,10 @@ def _no_reading(
     patterns_of: dict[str, Collection[str]] = {}
     for family in candidates:
         patterns_of.update({f"{family.name}:{each.label}": each.by_skeleton for each in family.dialects})
-    for name, entry in entries.items() if not candidates else ():  # the skeletons are in the index: no table is parsed
+    # the name patterns are in the index of families, so no table is parsed
+    for name, entry in entries.items() if not candidates else ():
         patterns_of.update({f"{name}:{label}": skeletons for label, skeletons in entry.dialects.items() if skeletons})
-    # Tables share most patterns, so each sample is compared with each pattern only once.
+    # Tables share most name patterns, so each sample is compared with each distinct pattern only once.
     every_skeleton = list(dict.fromkeys(itertools.chain.from_iterable(patterns_of.values())))
     similar = [set(difflib.get_close_matches(each, every_skeleton, len(every_skeleton) + 1, 0.8)) for each in samples]
     close = {label: sum(not each.isdisjoint(skeletons) for each in similar) for label, skeletons in patterns_of.items()}
@@ -477,14 +495,14 @@ def _no_reading(
     first_names = ", ".join(names[:3]) or "(no tensors)"
     model = f" (config.json has model_type {types[0]!r})" if types and (candidates or dialect) else ""
     ways = _ways_out(types)
-    # One similar name in twenty is no evidence; half of them are.
+    # If one name in twenty is similar, this proves nothing; if half of them are, it is evidence.
     is_close = samples and closest and 2 * close[closest] >= len(samples)
     hint = f"Closest: {closest}\n{ways}" if is_close else ways
     return refuse("UNKNOWN_FAMILY", f"{subject} of the tensor names: {first_names}{model}", hint=hint)
 
 
 def _no_such_dialect(label: str, labels: Sequence[str], candidates: Sequence[Family]) -> TransaxleError:
-    """Build the refusal of a source dialect that no candidate family has, with the most similar label."""
+    """Return the error for a source dialect that no candidate family has; it suggests the most similar label."""
     close = difflib.get_close_matches(label.lower(), [*labels, *(each.partition("@")[0] for each in labels)], 1)
     whose = f"family {' and family '.join(f.name for f in candidates)} has" if candidates else "there is"
     message = f"{whose} no dialect {label!r}; there are: {', '.join(labels)}"
@@ -501,7 +519,7 @@ def _unknown_type(types: Sequence[str], hint: str) -> TransaxleError:
 
 
 def _ways_out(types: Sequence[str]) -> str:
-    """Return advice for a model that no table reads, one way per line; transformers may know its model type."""
+    """Return advice for a model that no table fits, one suggestion per line; transformers may know the model type."""
     keep_names_line = "To keep its names:  --to safetensors:identity  (or dcp:identity and so on)"
     if not types:
         config = "Names show few families. To say which it is:  --config FILE  (its config.json), or --family NAME"
@@ -515,15 +533,15 @@ def _ways_out(types: Sequence[str]) -> str:
 
 
 def check_same(config: Mapping[str, Any], recorded: Mapping[str, Any], axes: Mapping[str, int]) -> None:
-    """Check that a config agrees with the sizes in the checkpoint's own files, and has no smaller vocabulary.
+    """Check that a config agrees with the sizes in the checkpoint's own files, and that its vocabulary is not smaller.
 
     Args:
         config: the config of the model.
-        recorded: the sizes in the checkpoint's own files.
-        axes: sizes given by the user, which take precedence.
+        recorded: the sizes that the checkpoint's own files record.
+        axes: axis sizes given by the user, which take precedence over the config.
 
     Raises:
-        Refused: SHAPE_MISMATCH, if the config differs from the recorded sizes.
+        Refused: with code SHAPE_MISMATCH, if the config differs from the recorded sizes.
     """
     shared_keys = [key for key in _KNOWN_TO_RUN if config.get(key) is not None and key in recorded]
     differing = [
@@ -554,10 +572,10 @@ def check_same(config: Mapping[str, Any], recorded: Mapping[str, Any], axes: Map
 
 
 def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
-    """Refuse sizes of axes that a family does not have, because such sizes would change nothing.
+    """Refuse sizes that the user gives for axes that a family does not have, because such sizes would have no effect.
 
     Raises:
-        UsageError: UNKNOWN_AXIS, for each axis that the family does not have.
+        UsageError: with code UNKNOWN_AXIS, for each axis that the family does not have.
     """
     for axis in axes:
         if axis not in family.axes:
@@ -566,12 +584,13 @@ def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
 
 
 class StoredNames:
-    """How the family's table reads a checkpoint's stored names: computed once, and shared by all views of the files.
+    """How the family's table reads a checkpoint's stored names. It is computed once, and shared by all views of the
+    files.
 
     Args:
         container: the files of the checkpoint.
         settings: the user's settings for reading the checkpoint.
-        undecoded: the names as stored, if `container` is a decoded view.
+        undecoded: the stored names of the undecoded checkpoint, if `container` is a decoded view.
     """
 
     def __init__(self, container: Container, settings: Settings, undecoded: StoredNames | None) -> None:
@@ -581,26 +600,26 @@ class StoredNames:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The checkpoint's `transaxle.json`; None if there is none, or if files were changed after it was written."""
+        """The checkpoint's `transaxle.json`; None if the file does not exist or describes files that have changed."""
         return read_manifest(self._container) if self._undecoded is None else self._undecoded.manifest
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The stored tensors as the families' tables see them: an encoded tensor with its scales is one entry."""
+        """The stored tensors as entries for the families' tables; an encoded tensor and its scales are one entry."""
         has_modelopt = MODELOPT_CONFIG in self._container.carried
         modelopt = read_stored_config(self._container.storage, MODELOPT_CONFIG) if has_modelopt else None
         return catalog(self._container, self.config, modelopt)
 
     @cached_property
     def is_adapter(self) -> bool:
-        """Whether the tensors are those of a peft adapter, under the names of peft's files."""
+        """Whether the tensors have the names that peft gives to the tensors of an adapter."""
         if ADAPTER_CONFIG not in self._container.carried or adapter_config(self._container) is None:
             return False
         return any(name.startswith(ADAPTED) for name in self._container.entries)
 
     @cached_property
     def decoded(self) -> Mapping[str, EncodedTensor]:
-        """Table name -> stored encoding, for the tensors that this view shows decoded."""
+        """Tensor name -> stored encoding, for the tensors that this view decodes."""
         if self._undecoded is None:
             return {}
         stored_encoded = self._undecoded.catalog.encoded
@@ -608,7 +627,9 @@ class StoredNames:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The model's config.json: the user's, or the checkpoint's, or else the sizes in its own files."""
+        """The model's config: the user's, or else the checkpoint's config.json, or else sizes from the checkpoint's own
+        files.
+        """
         if self._settings.config is not None:
             return self._settings.config
         if CONFIG in self._container.carried:
@@ -617,10 +638,11 @@ class StoredNames:
 
     @property
     def reading(self) -> Reading:
-        """Family and dialect of the stored names.
+        """Family and dialect of the stored tensor names.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY if no family reads the names; AMBIGUOUS if several do.
+            UsageError: with code UNKNOWN_FAMILY, if no family's table fits the names; with code AMBIGUOUS, if several
+                fit.
         """
         if isinstance(self.reading_or_error, TransaxleError):
             raise self.reading_or_error
@@ -628,7 +650,7 @@ class StoredNames:
 
     @cached_property
     def reading_or_error(self) -> Reading | TransaxleError:
-        """Family and dialect of the stored names, or the error that tells why family and dialect are unknown."""
+        """Family and dialect of the stored tensor names, or the error that explains why they are unknown."""
         settings = self._settings
         dialect = settings.dialect
         try:
@@ -644,7 +666,8 @@ class StoredNames:
                     dialect = self.manifest.dialect
             if ADAPTER_CONFIG in self._container.carried:
                 check_model(self._container)
-            names = tuple(self.catalog.entries)  # optimizer state may have names of another dialect
+            # optimizer state may have the names of a different dialect than the weights
+            names = tuple(self.catalog.entries)
             weights = tuple(name for name in names if not name.startswith(OPTIM)) or names
             reading = recognise(weights, self.config, settings.families, family, dialect)
             _check_axes(reading.family, settings.axes)
@@ -653,7 +676,9 @@ class StoredNames:
         return reading
 
     def has_names_of(self, label: str) -> bool:
-        """Tell whether the names are already those of a dialect, and neither config nor user says what they are."""
+        """Return whether the names already are those of a dialect, although neither config nor user identifies the
+        model.
+        """
         is_specified = (
             self._settings.family or self._settings.dialect or self._settings.axes or model_types(self.config)
         )
@@ -661,10 +686,10 @@ class StoredNames:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Axis sizes, in order of precedence: the user's, the manifest's (unless the user gave a config), the config's.
+        """Axis sizes: from the user, else from the manifest (unless the user gave a config), else from the config.
 
         Raises:
-            Refused: SHAPE_MISMATCH if the user's config belongs to a different model.
+            Refused: with code SHAPE_MISMATCH, if the user's config belongs to a different model.
         """
         check_same(self.config, self._container.config, self._settings.axes)
         trusted = self.manifest if self._settings.config is None else None
@@ -675,10 +700,10 @@ class StoredNames:
 
     @cached_property
     def bound(self) -> BoundNames:
-        """The stored names, matched with the table lines of their dialect (optimizer state: maybe a second dialect).
+        """The stored names, each matched with a table line of their dialect; optimizer state may have a second dialect.
 
-        A program may save weights under the hub's names, and state under the names in memory. So state is read through
-        the dialect of the family that reads the most of it.
+        A program may save weights under the hub's names, but optimizer state under the names of its modules in memory.
+        So optimizer state is read with the dialect of the family that matches most of its names.
         """
         reading = self.reading
         catalog = self.catalog
@@ -694,7 +719,7 @@ class StoredNames:
                 recognise(state, self.config, families, family, dialect) for dialect in (reading.dialect.label, None)
             )
         except TransaxleError:
-            # no dialect reads the names of the state, or two do; it is refused later, if it is needed
+            # no dialect, or more than one, fits the names of the optimizer state; it is refused later, if it is needed
             return bound
         if of_state.matched == of_weights.matched:
             return bound

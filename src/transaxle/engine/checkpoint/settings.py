@@ -1,4 +1,4 @@
-"""Settings: one value that holds the user's options for reading a checkpoint, such as its format and its family."""
+"""Settings: one value that contains the user's options for reading a checkpoint, such as its format and its family."""
 
 from __future__ import annotations
 
@@ -28,41 +28,50 @@ from transaxle.options import OPTIONS
 
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
-"""Largest size of a config in bytes; configs that list every quantized layer have about 100 kB."""
+"""Largest size of a config file in bytes; a config that lists every quantized layer has about 100 kB."""
 _AGAIN = "Correct it, or copy or download it again."
 _AXES = "`transaxle info PATH` lists the axes of a checkpoint, each with its size: --axis takes these names."
 LONGEST_TABLE = 1 << 18
-"""Largest size of a rules file in bytes; the longest that ships has seven thousand."""
+"""Largest size of a rules file (the user's table of tensor names) in bytes; the largest built-in table has seven
+thousand bytes.
+"""
 
 
 class Settings(msgspec.Struct, frozen=True):
     """The user's options for reading a checkpoint."""
 
     format: str | None = None
-    """Container format of the checkpoint, such as `safetensors`; None: detected."""
+    """Container format of the checkpoint, such as `safetensors`; None means that the format is detected."""
     family: str | None = None
-    """Name of the model family; None: recognised from the checkpoint."""
+    """Name of the model family; None means that the family is recognised from the checkpoint."""
     dialect: str | None = None
-    """Label of the dialect of the tensor names, such as `hf`; None: recognised from the checkpoint."""
+    """Label of the dialect of the tensor names, such as `hf`; None means that the dialect is recognised from the
+    checkpoint.
+    """
     config: Mapping[str, Any] | None = None
-    """Content of the model's config.json; None: the config.json in the checkpoint's folder."""
+    """Content of the model's config; None means the config.json in the checkpoint's folder."""
     axes: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """Axis -> size that overrides every other source of that axis's size."""
+    """Axis -> size that the user gave; it overrides any size from the config or the checkpoint."""
     families: Families = msgspec.field(default_factory=builtin)
-    """All known model families: the built-in ones and those of the user's rules file."""
+    """All known model families: the built-in families and those in the user's rules file."""
     weights: Weights | None = None
-    """Weights to read if an optimizer has copies of them: None reads DeepSpeed's copies, but not Megatron's."""
+    """Which weights to read if an optimizer stores its own copies of them. None means DeepSpeed's copies, but not
+    Megatron's.
+    """
     optimizer: bool | None = None
-    """Whether to include optimizer state; None: yes, except when writing `safetensors:hf`."""
+    """Whether to include optimizer state; None means yes, except when `safetensors:hf` is written."""
     average: bool = False
     """Whether replicas of a DeepSpeed checkpoint that differ between ranks are replaced by their mean."""
     partial: bool = False
-    """Whether the source is deliberately part of a model (of one rank, or one stage), so that tensors may be
-    missing."""
+    """Whether the source is deliberately part of a model (of one rank or pipeline stage), so that tensors may be
+    missing.
+    """
     trained: frozenset[str] | None = None
-    """Names of the parameters with optimizer state, in the target dialect; None: see `translate`."""
+    """Names, in the target dialect, of the parameters with optimizer state; for None see `translate`."""
     files: tuple[str, ...] = ()
-    """Paths of the config file and the rules file as the user typed them, for those that were given as files."""
+    """Paths of the config file and the rules file as the user typed them; a value that was not given as a file has no
+    path.
+    """
 
 
 def settings(
@@ -77,27 +86,28 @@ def settings(
     optimizer: bool | None = None,
     average: bool = False,
 ) -> Settings:
-    """Build settings from the user's arguments.
+    """Build `Settings` from the user's arguments.
 
     Args:
         format: container format of the checkpoint.
         family: name of the model family.
         dialect: dialect of the checkpoint's tensor names.
         config: the path of a config.json or of its folder, its content, or an object with `to_dict()`.
-        axes: axis -> size, for sizes that the user gives.
+        axes: axis -> size, for the axis sizes that the user gives.
         rules: path of a rules file (the user's table of tensor names).
         weights: for checkpoints of DeepSpeed or Megatron: `fp32` (copies that the optimizer keeps) or `lp` (the model's
             own).
-        optimizer: whether to take the optimizer's state; None: yes, except into `safetensors:hf`.
-        average: replace replicated parameters of a DeepSpeed checkpoint that differ between ranks by their mean.
+        optimizer: whether to include optimizer state; None means yes, except when `safetensors:hf` is written.
+        average: whether to replace replicated parameters of a DeepSpeed checkpoint that differ between ranks by their
+            mean.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        Refused: CORRUPT if the config or the rules file does not parse, or is too long (config: 8 MiB, rules: 256 KiB);
-            UNSUPPORTED if one of the two is no regular file.
-        StorageError: IO if the config or the rules file cannot be read.
-        UsageError: UNKNOWN_AXIS if no family has an axis of a given name; AMBIGUOUS if `weights` is neither `fp32` nor
-            `lp`.
+        TypeError: if an argument has the wrong type.
+        Refused: with code CORRUPT, if the config or the rules file does not parse, or is too long (config: 8 MiB,
+            rules: 256 KiB); with code UNSUPPORTED, if one of the two is not a regular file.
+        StorageError: with code IO, if the config or the rules file cannot be read.
+        UsageError: with code UNKNOWN_AXIS, if no family has one of the given axes; with code AMBIGUOUS, if `weights` is
+            neither `fp32` nor `lp`.
     """
     check_flags(average=average, **({} if optimizer is None else {"optimizer": optimizer}))
     if weights not in (None, *OPTIONS["weights"].choices):
@@ -128,22 +138,24 @@ def settings(
 
 
 def model_config(config: Config | None) -> Mapping[str, Any] | None:
-    """Return the content of a config that the user gave; None if none is given.
+    """Return the content of the config that the user gave; None if the user gave no config.
 
     Raises:
-        TypeError: the argument has a type that no config has.
-        Refused: CORRUPT if the config file holds no JSON object, UNSUPPORTED if the path is no regular file.
-        StorageError: IO if the config file cannot be read.
+        TypeError: if the argument has a type that no config has.
+        Refused: with code CORRUPT, if the config file contains no JSON object; with code UNSUPPORTED, if it is not a
+            regular file.
+        StorageError: with code IO, if the config file cannot be read.
     """
     source = _config_path(read_config(config))
     return parse_config(_text(source, LONGEST_CONFIG), source) if isinstance(source, str) else source
 
 
 def _config_path(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Return the path of the config.json in a given folder; return an argument that is no folder unchanged."""
+    """If the argument is a folder, return the path of its config.json; otherwise return the argument unchanged."""
     if not isinstance(config, str):
         return config
-    # `Path.is_dir` would raise for a path that cannot be examined; the code that reads the file explains it better.
+    # `Path.is_dir` would raise an error for a path that cannot be examined; the code that reads the file has a better
+    # error.
     return str(Path(config, CONFIG)) if os.path.isdir(config) else config  # noqa: PTH112
 
 
@@ -158,7 +170,7 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
     """Parse the text of a config.json.
 
     Raises:
-        Refused: CORRUPT if the text is no JSON object, or has a key twice.
+        Refused: with code CORRUPT, if the text is not a JSON object, or contains a key twice.
     """
     try:
         config = parse_json(text)
@@ -170,11 +182,12 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
 
 
 def read_stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
-    """Read config.json, or a config file of another name, from a checkpoint's folder; empty if there is no such file.
+    """Read config.json, or a config file with a different name, from a checkpoint's folder; return {} if the file is
+    absent.
 
     Raises:
-        Refused: CORRUPT, if the file holds no JSON object.
-        StorageError: IO, if the file cannot be read.
+        Refused: with code CORRUPT, if the file contains no JSON object.
+        StorageError: with code IO, if the file cannot be read.
     """
     if file not in storage.names():
         return {}

@@ -1,11 +1,12 @@
-"""Stored tensors: one tensor that is read whole or in boxes, or several that are read one by one or in file order.
+"""Tensors of an open checkpoint: a single tensor that is read whole or in boxes (rectangular regions), or a set of
+tensors that are read one by one or in file order.
 
-A read touches only the bytes of its box. An index as in numpy, `[0:2, ..., -1]`, reads the smallest box that contains
-the selected elements; numpy then applies steps, reversals, dropped and new dims. torch is imported only when a torch
-tensor is asked for.
+Reading a box of a tensor reads only the bytes of that box. For an index as in numpy, `[0:2, ..., -1]`, the smallest box
+that contains the selected elements is read. Numpy then applies steps, reversals, and dropped and new dims. torch is
+imported only if the caller asks for a torch tensor.
 
-A pickle of a tensor or a checkpoint says how the checkpoint was opened, and contains no values: unpickling opens the
-files again, and refuses files that have changed.
+A pickled tensor or checkpoint contains no values, but the steps with which the checkpoint was opened. Unpickling opens
+the files again, and refuses files that have changed.
 """
 
 from __future__ import annotations
@@ -47,61 +48,64 @@ if TYPE_CHECKING:
 
 IndexPart: TypeAlias = SupportsIndex | slice | EllipsisType | None
 TensorIndex: TypeAlias = IndexPart | tuple[IndexPart, ...]
-"""An index of a tensor, such as numpy takes between brackets."""
+"""An index that numpy accepts between the brackets of `tensor[...]`."""
 
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
-"""A box is read together with its gaps if that reads at most `_WASTE` bytes per needed byte, or if gaps are at most
-`_GAP` bytes.
+"""A box is read together with the gaps between its runs if this reads at most `_WASTE` bytes per needed byte, or if the
+gaps are at most `_GAP` bytes long.
 """
 _CPU = 1
 """DLPack's device type of the CPU."""
 SliceBox = tuple[slice, ...]
-"""A box of a tensor, as one slice of step 1 per dim."""
+"""A box (rectangular region) of a tensor, as one slice with step 1 per dim."""
 
 
 class StoredTensor(msgspec.Struct, frozen=True, eq=False):
-    """One tensor of an open checkpoint: its name, dtype and shape are known; its values are read on demand."""
+    """One tensor of an open checkpoint. Its name, dtype and shape are known; its values are read on demand."""
 
     name: str
     """Name of the tensor in the checkpoint."""
     dtype: str
     """Safetensors code of the tensor's dtype, e.g. `BF16`."""
     shape: tuple[int, ...]
-    """Number of logical elements along each dim; for F4 the last dim counts 4-bit elements."""
+    """Number of logical elements along each dim; for the packed type F4, the last dim counts 4-bit elements."""
     _target: Target
-    """How the tensor is composed of logical tensors."""
+    """How the tensor is composed of logical tensors and stored tensors."""
     _source: Source
-    """Turns the tensor into transfers (reads of byte ranges)."""
+    """Object that turns the tensor into transfers (reads of byte ranges)."""
     _home: Mapping[str, StoredTensor] | None = None
     """The checkpoint that the tensor belongs to."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes, stored densely."""
+        """Size of the tensor in bytes, if its elements are stored densely."""
         return nbytes(self.dtype, self.shape)
 
     @property
     def parameters(self) -> int:
-        """Number of elements, also if several are packed in a byte; 0 for a tensor of zeros that is not stored."""
+        """Number of elements, even if several are packed into a byte; 0 for a tensor of zeros that is not stored."""
         return prod(self._target.shape) if self._target.parts else 0
 
     @property
     def component(self) -> str:
-        """Names of the logical tensors in this tensor, such as `gate, up`; empty if no table was needed."""
+        """Names of the logical tensors in this tensor, such as `gate, up`; empty if the tensor was opened without a
+        table of tensor names.
+        """
         return self._target.component
 
     @property
     def origins(self) -> frozenset[str]:
-        """Table names of the stored tensors from which this tensor is composed."""
+        """Names of the stored tensors from which this tensor is composed."""
         return frozenset(origin.name for part in self._target.parts for origin in part.origins)
 
     def transfers(self, intervals: Intervals | None = None) -> list[Transfer]:
-        """Return the transfers that produce the tensor, or the chunk of it selected by `intervals`, in order.
+        """Return the transfers (reads of byte ranges) that produce, in order, the tensor or the region that `intervals`
+        selects.
 
         Args:
-            intervals: for each dim, the ranges of indices in the chunk, in order; None: the whole tensor.
+            intervals: for each dim, the ranges of selected indices, in order; None means the whole tensor.
         """
         target = self._target
         if intervals is None or (self.dtype, self.shape) == (target.dtype, target.shape):
@@ -113,14 +117,15 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         """Read the tensor or a box of it; only the bytes of the box are read.
 
         Args:
-            box: one slice of step 1 per dim; a single slice applies to the first dim; None: the whole tensor.
+            box: one slice with step 1 per dim; a single slice applies to the first dim; None means the whole tensor.
 
         Returns:
-            A new array of the box's shape; packed types (F4, F6) are returned as U8 with the packed last dim.
+            A new array with the box's shape; packed types (F4, F6) are returned as U8, and the last dim then counts
+            bytes.
 
         Raises:
-            Refused: SHAPE_MISMATCH for a box outside the tensor; UNSUPPORTED for a box that would split a byte of
-                packed elements; refusals of the container.
+            Refused: with code SHAPE_MISMATCH, if the box is outside the tensor; with code UNSUPPORTED, if the box would
+                split a byte of packed elements; any refusal of the container.
         """
         spans = _spans(self.name, self.shape, box)
         shape = tuple(stop - start for start, stop in spans)
@@ -137,7 +142,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         """Return the tensor's values as a new numpy array; bf16 and fp8 use the dtypes of `ml_dtypes`.
 
         Raises:
-            Refused: UNSUPPORTED for types without a numpy dtype; refusals of the container.
+            Refused: with code UNSUPPORTED, if numpy has no such dtype; any refusal of the container.
         """
         check_elements(self.name, self.dtype)
         return self.read()
@@ -146,8 +151,8 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         """Return the tensor's values as a new torch tensor of the same dtype, on the CPU.
 
         Raises:
-            ImportError: torch is not installed.
-            Refused: UNSUPPORTED for types without a torch dtype; refusals of the container.
+            ImportError: if torch is not installed.
+            Refused: with code UNSUPPORTED, if torch has no such dtype; any refusal of the container.
         """
         return as_torch(self.name, self.dtype, self.read())
 
@@ -158,7 +163,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Export the values to `torch.as_tensor` and `numpy.from_dlpack`; bf16 needs torch."""
+        """Export the values to `torch.as_tensor` and `numpy.from_dlpack`; exporting bf16 needs torch."""
         try:
             values: Any = self.torch()
         except ImportError:
@@ -169,7 +174,9 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return _CPU, 0
 
     def __getitem__(self, index: TensorIndex) -> np.ndarray:
-        """Read the elements that an index such as `tensor[0:2, ..., -1]` selects; only their box is read."""
+        """Read the elements that an index such as `tensor[0:2, ..., -1]` selects; only the smallest box that contains
+        them is read.
+        """
         check_elements(self.name, self.dtype)
         box_index = split_index(index, self.shape)
         values: np.ndarray = self.read(box_index.box)[box_index.selection]
@@ -185,7 +192,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False):
         return self._bytes(_spans(self.name, self.shape, None)).tobytes()
 
     def _bytes(self, spans: Sequence[Interval]) -> Bytes:
-        """Read the bytes of a box."""
+        """Read the bytes of a box of the tensor."""
         shape = tuple(stop - start for start, stop in spans)
         count = nbytes(self.dtype, shape)
         out = np.empty(count, np.uint8)
@@ -223,11 +230,11 @@ def _spans(name: str, shape: tuple[int, ...], box: SliceBox | slice | None) -> l
 Kind = Literal["torch", "numpy"]
 _KINDS = ("torch", "numpy")
 _SHOWN, _LONGEST = 40, 200
-"""Largest number of tensor rows that a notebook shows, and of characters of a name."""
+"""Largest number of tensor rows that a notebook shows, and largest number of characters of a name in them."""
 _NEAR = 0.7
-"""A similar name is suggested if it shares more than this fraction of its characters with the unknown name."""
+"""Fraction of characters that an existing name must share with an unknown name, so that an error suggests it."""
 _READERS = 2
-"""Number of threads that read ahead: one waits for the disk while a second decodes."""
+"""Number of threads that read ahead: while one thread waits for the disk, the second decodes."""
 
 
 _INTERNAL = {
@@ -235,14 +242,14 @@ _INTERNAL = {
     "refuse_half_converted", "reopening", "settings", "sizes", "source", "source_of", "stored_names", "targets",
     "translation", "undecoded", "view", "view_as", "with_checks", "without_optimizer",
 }  # fmt: skip
-"""Attributes of a checkpoint that only the engine uses; tab completion hides them."""
+"""Attributes of a checkpoint that only Transaxle's engine uses; tab completion hides them."""
 
 
 class TensorSet(Mapping[str, "StoredTensor"]):
     """A mapping from names to stored tensors, whose values are read on demand."""
 
     def __dir__(self) -> list[str]:
-        """Return the public attributes, for tab completion."""
+        """Return the public attributes of the set, for tab completion."""
         return sorted(name for name in super().__dir__() if name not in _INTERNAL)
 
     def _repr_html_(self) -> str:
@@ -260,11 +267,13 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         return notebook("\n  ".join([repr(self), *map(str.rstrip, lines), *omitted_line]))
 
     def in_order(self) -> list[str]:
-        """Return the names in natural order."""
+        """Return the tensor names in natural order (numbers sorted by value)."""
         return sorted(self, key=natural)
 
     def fold_rows(self) -> list[FoldedRow]:
-        """Return the tensors in natural order; names that differ only in their numbers become one row."""
+        """Return the tensors in natural order of their names; names that differ only in their numbers become one
+        row.
+        """
         names = self.in_order()
         return fold(names, [(kind, tuple(shape)) for kind, shape in map(self._kind, names)])
 
@@ -273,50 +282,51 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         return tensor.dtype, list(tensor.shape)
 
     def select(self, only: Patterns = (), skip: Patterns = ()) -> Selection:
-        """Return some of the tensors as a mapping; nothing is read.
+        """Return a selection of the tensors as a mapping; no tensor data is read.
 
         Args:
-            only: patterns of tensor names, in which `*` stands for any characters; default: all tensors.
-            skip: patterns of tensor names to leave out.
+            only: patterns of tensor names, in which `*` matches any characters; the default is all tensors.
+            skip: patterns of tensor names to omit.
 
         Raises:
-            TypeError: an argument has the wrong type.
-            UsageError: AMBIGUOUS for a pattern that matches no name.
+            TypeError: if an argument has the wrong type.
+            UsageError: with code AMBIGUOUS, if a pattern matches no name.
         """
         names = select_names(self, read_patterns("only", only), read_patterns("skip", skip), "tensor")
         return Selection(self, tuple(names))
 
     def state_dict(self, kind: Kind = "torch") -> dict[str, Any]:
-        """Return all values by name, as `torch.load` would: torch tensors, or numpy arrays.
+        """Return tensor name -> values, as `torch.load` would: all tensors as torch tensors, or as numpy arrays.
 
         Args:
-            kind: `torch` or `numpy`.
+            kind: `torch` for torch tensors, or `numpy` for numpy arrays.
 
         Raises:
-            Refused: UNSUPPORTED for types without a dtype in torch or numpy.
-            ImportError: torch is not installed.
+            Refused: with code UNSUPPORTED, if torch or numpy has no dtype for a tensor.
+            ImportError: if torch is not installed.
         """
         values = dict(self.stream(kind))
         return {name: values[name] for name in self}
 
     def stream(self, kind: Kind = "torch", *, memory: Size = "256MB") -> Iterator[tuple[str, Any]]:
-        """Yield (name, values) in the order of the files, while the next tensors are read.
+        """Yield (name, values) of the tensors in file order, while the next tensors are read in the background.
 
         Args:
-            kind: `torch` or `numpy`.
+            kind: `torch` for torch tensors, or `numpy` for numpy arrays.
             memory: bytes of values to read ahead; at least one tensor is read ahead, however large.
 
         Raises:
-            TypeError: an argument of the wrong type.
-            ValueError: an unknown `kind`.
-            Refused: UNSUPPORTED for types without a dtype in torch or numpy.
+            TypeError: if an argument has the wrong type.
+            ValueError: if `kind` is unknown.
+            Refused: with code UNSUPPORTED, if torch or numpy has no dtype for a tensor.
         """
         if kind not in _KINDS:
             raise ValueError(f"kind must be 'torch' or 'numpy'; got {kind!r}")
         return self._read_ahead(kind, read_size("memory", memory))
 
     def _read_ahead(self, kind: Kind, memory: int) -> Iterator[tuple[str, Any]]:
-        from concurrent.futures import ThreadPoolExecutor  # imported here, because most uses do not stream
+        # imported inside the function, because most callers do not stream tensors
+        from concurrent.futures import ThreadPoolExecutor
 
         waiting: deque[tuple[StoredTensor, Future[Any]]] = deque()
         pending_bytes = 0
@@ -335,7 +345,7 @@ class TensorSet(Mapping[str, "StoredTensor"]):
 
 
 class Selection(TensorSet):
-    """Some tensors of a checkpoint, as a mapping."""
+    """A selection of a checkpoint's tensors, as a mapping."""
 
     def __init__(self, home: TensorSet, names: tuple[str, ...]) -> None:
         self._home = home
@@ -364,7 +374,9 @@ class Selection(TensorSet):
 
 
 class _NoSuchNameError(KeyError):
-    """A name that no tensor has; the closest name is computed when the error is shown, because `get` discards it."""
+    """The error for a name that no tensor has. The closest existing name is computed only when the error is shown,
+    because `get` discards the error.
+    """
 
     def __init__(self, name: str, names: Collection[str] = ()) -> None:
         super().__init__(name)
@@ -383,11 +395,11 @@ class _NoSuchNameError(KeyError):
 
 
 def no_such_name(name: object, names: Collection[str]) -> KeyError | TypeError:
-    """Return the error for a name that no tensor has; if the name is a pattern, the error explains `select`.
+    """Return the error for a name that no tensor has; if the name is a pattern, the error points to `select`.
 
     Args:
         name: the key that the caller used.
-        names: the existing names.
+        names: the names of the existing tensors.
     """
     if isinstance(name, str):
         return _NoSuchNameError(name, names)
@@ -395,7 +407,7 @@ def no_such_name(name: object, names: Collection[str]) -> KeyError | TypeError:
 
 
 def _common_length(name: str, candidate: str) -> int:
-    """Return how many characters two names share at their beginning and at their end."""
+    """Return how many characters two names have in common at their beginnings and ends."""
     start = len(commonprefix((name, candidate)))
     return start + len(commonprefix((name[start:][::-1], candidate[start:][::-1])))
 
@@ -411,20 +423,20 @@ def _read(waiting: tuple[StoredTensor, Future[Any]]) -> tuple[str, Any]:
 
 
 class BoxIndex(msgspec.Struct, frozen=True):
-    """An index, split into the box to read and a selection inside the box."""
+    """An index of a tensor, split into the box to read and a selection inside the box."""
 
     box: tuple[slice, ...]
-    """The box to read: one slice of step 1 for each dim."""
+    """The box to read: one slice with step 1 for each dim."""
     selection: tuple[int | slice | None, ...]
     """Index that numpy applies to the values of the box."""
 
 
 def split_index(index: object, shape: tuple[int, ...]) -> BoxIndex:
-    """Split an index into a box to read and a selection inside the box.
+    """Split an index of a tensor into a box to read and a selection inside the box.
 
     Raises:
-        IndexError: the index has too many dims, two `...`, or a number outside its dim; messages as in numpy.
-        TypeError: a part of the index is no slice, number, `...` or None.
+        IndexError: if the index has too many dims, two `...`, or a number outside its dim; the messages are numpy's.
+        TypeError: if a part of the index is not a slice, a number, `...` or None.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     dims = sum(part is not None and part is not Ellipsis for part in parts)
@@ -465,17 +477,17 @@ def _split_dim(part: object, size: int, dim: int) -> tuple[slice, int | slice]:
 
 
 _NAMES = {"COMPLEX32": "complex32", "F4": "float4_e2m1fn_x2"}
-"""Dtype codes whose torch name differs from numpy's, or that numpy lacks -> torch's name."""
+"""Dtype code -> torch's name of the dtype, where numpy has a different name or no such dtype."""
 
 
 _RAW = "read() and tobytes() give the bytes as they are stored."
 
 
 def check_elements(name: str, dtype: str) -> None:
-    """Check that numpy has a dtype with one item per element.
+    """Check that numpy has a dtype in which each array item is one element of the tensor.
 
     Raises:
-        Refused: UNSUPPORTED for packed and quantized types.
+        Refused: with code UNSUPPORTED, for packed and quantized types.
     """
     whole = ITEM_BITS.get(dtype, 0) >= 8 and (numpy_dtype(dtype) != numpy_dtype("U8") or dtype == "U8")
     if not whole or dtype.startswith(("QINT", "BITS", "COMPLEX32")):
@@ -483,16 +495,16 @@ def check_elements(name: str, dtype: str) -> None:
 
 
 def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
-    """Return values as a torch tensor that shares their memory.
+    """Return values as a torch tensor that shares the memory of the array.
 
     Args:
         name: name of the tensor, for errors.
         dtype: safetensors code of the tensor's dtype.
-        values: array from `StoredTensor.read`.
+        values: the array that `StoredTensor.read` returned.
 
     Raises:
-        Refused: UNSUPPORTED if torch has no such dtype.
-        ImportError: torch is not installed.
+        Refused: with code UNSUPPORTED, if torch has no such dtype.
+        ImportError: if torch is not installed.
     """
     try:
         import torch
@@ -517,29 +529,29 @@ _AGAIN = "Open the checkpoint anew, and pickle it then."
 
 
 class Reopening(msgspec.Struct, frozen=True):
-    """How another process opens a checkpoint again and makes the same view of it."""
+    """The steps with which another process opens a checkpoint again and makes the same view of it."""
 
     path: str
-    """Path or URL of the checkpoint; a local path is absolute."""
+    """Path or URL of the checkpoint; a local path is stored as an absolute path."""
     options: Mapping[str, Any]
     """Keyword arguments of `open`, as plain data."""
     steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Method calls, with their arguments, that turn the open checkpoint into the view."""
     versions: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """File name -> version of the file when the view was pickled."""
+    """File name -> version of the file at the time when the view was pickled."""
     rules: str | None = None
-    """Text of the user's rules file when the checkpoint was opened; None if there was none."""
+    """Text of the user's rules file at the time when the checkpoint was opened; None without a rules file."""
 
     def with_step(self, method: str, *arguments: Any) -> Reopening:
-        """Return a copy with one more method call at the end."""
+        """Return a copy with an additional method call at the end."""
         return replace(self, steps=(*self.steps, (method, arguments)))
 
     def with_versions(self, storage: Storage, files: Mapping[str, int]) -> Reopening:
-        """Return a copy that also records the current versions of files.
+        """Return a copy that also records the current versions of the given files.
 
         Raises:
-            Refused: CORRUPT if the files were changed since the checkpoint was opened.
-            ValueError: the checkpoint is closed.
+            Refused: with code CORRUPT, if the files were changed since the checkpoint was opened.
+            ValueError: if the checkpoint is closed.
         """
         storage.recheck()
         return replace(self, versions={name: storage.version(name) for name in files})
@@ -548,7 +560,7 @@ class Reopening(msgspec.Struct, frozen=True):
         """Check that the files have the versions that the pickle records.
 
         Raises:
-            Refused: CORRUPT, listing the files that have changed.
+            Refused: with code CORRUPT; the error lists the files that have changed.
         """
         changed = [name for name, version in self.versions.items() if storage.version(name) != version]
         if changed or (self.rules is not None and self.rules != table(self.options["rules"])):
@@ -558,23 +570,23 @@ class Reopening(msgspec.Struct, frozen=True):
 
 
 def table(path: str) -> str:
-    """Return the text of a rules file."""
+    """Return the text of the rules file (the user's table of tensor names)."""
     return Path(path).read_text("utf-8")
 
 
 def refuse_to_pickle(description: str) -> TypeError:
-    """Build the error for a view that cannot be made again after unpickling."""
+    """Return the error for a view that cannot be recreated when it is unpickled."""
     return TypeError(
         f"cannot pickle {description}: pickle the checkpoint that open() returned, and make the view again"
     )
 
 
 def reopened(opener: Callable[..., Any], reopening: Reopening) -> Any:
-    """Open a pickled checkpoint again.
+    """Open a pickled checkpoint again, and recreate its view.
 
     Raises:
-        Refused: CORRUPT if the checkpoint's files were changed since it was pickled.
-        TransaxleError: any error of opening the checkpoint.
+        Refused: with code CORRUPT, if the checkpoint's files were changed since it was pickled.
+        TransaxleError: any error that opening the checkpoint raises.
     """
     checkpoint = opener(reopening.path, **reopening.options)
     try:

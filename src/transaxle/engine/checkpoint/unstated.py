@@ -1,18 +1,19 @@
-"""Facts that a checkpoint does not state, but that its model or its family's table of tensor names proves.
+"""Facts that a checkpoint does not state, but that follow from its model or its family's table of tensor names.
 
 **Names of the parameters that torch's `optimizer.state_dict()` numbers.**
 
     model.safetensors  optimizer.pt     transformers' Trainer in one process: weights with decay, then those without
     model.safetensors  optimizer.bin    accelerate: the groups that the script makes
 
-Each group numbers its parameters in the order in which the model registers them, and groups are made by going through
-`model.named_parameters()`. A torch file of the weights has that order; otherwise it is that of transformers' model of
-the config, built without memory. Where the files have other names than that model, as for experts, tables map them. The
-numbers have names if the parameters can be assigned to the groups in only one way, given the sizes of the groups and
-the shapes of their state, or if Trainer's own rule assigns them so.
+The parameters of each group are numbered in the order in which the model registers them, because groups are made by
+looping over `model.named_parameters()`. If the weights are in a torch file, it has that order. Otherwise the order is
+that of transformers' model for the config, which is built without memory. If the names in the files differ from those
+of transformers' model, as for experts, the tables translate them. The numbers get names only if there is proof. Either
+the sizes of the groups and the shapes of the optimizer state leave a single way of assigning parameters to groups, or
+the rule that Trainer uses leads to an assignment that fits.
 
-**How tensor-parallel ranks cut parameters**, if they do not record it: the tables say which axes may be cut, and
-`cutter` divides along them.
+**How tensor-parallel ranks cut parameters**, if the files do not record it: the tables state which axes may be cut, and
+`cutter` divides the parameters along these axes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _TRAINER = "trainer_state.json"
 _DECAY = "weight_decay"
 _STEP = "step"
 _MOST_STATES = 20_000
-"""Largest number of partial assignments of parameters to optimizer groups that the search keeps at once."""
+"""Largest number of partial assignments of parameters to optimizer groups that the search stores at once."""
 _HINT = (
     "Save the state by name from the program that trains: tx.save(model, FOLDER, to=…, optimizer=optimizer). "
     "To do without it: --no-optimizer (optimizer=False)."
@@ -50,28 +51,31 @@ _HINT = (
 
 
 InMemory = Callable[[Container], Mapping[str, Shape]]
-"""A function that returns the shapes of stored weights under the parameter names of transformers' model in memory."""
+"""A function that returns the shapes of stored weights under the parameter names that transformers' model has in
+memory.
+"""
 
 
 class _UnprovedError(Exception):
-    """Carries the reason why the names of an optimizer's numbered parameters cannot be proved."""
+    """An exception with the reason why the names of an optimizer's numbered parameters cannot be proved."""
 
 
 def names_by_number(
     weights: Container, state: Container, config: Mapping[str, Any] | None, in_memory: InMemory
 ) -> dict[str, str]:
-    """Return the names of an optimizer's numbered parameters, `#0` -> name.
+    """Return number of an optimizer's parameter, written as `#0` -> the parameter's name.
 
-    torch and transformers are imported if the weight files do not tell the order of the model's parameters.
+    torch and transformers are imported only if the weight files do not show the order of the model's parameters.
 
     Args:
         weights: the stored weights of the model that the optimizer trains.
         state: the optimizer's state, and the settings of its parameter groups.
-        config: the config of the model; None: the config.json beside the weights.
-        in_memory: returns the weights' shapes under the model's names in memory, if the files have other names.
+        config: the config of the model; None means the config.json beside the weights.
+        in_memory: function that returns the weights' shapes under the model's names in memory, if the names in the
+            files differ.
 
     Raises:
-        Refused: UNSUPPORTED if the names cannot be proved.
+        Refused: with code UNSUPPORTED, if the names cannot be proved.
     """
     try:
         return _prove_names(weights, state, config, in_memory)
@@ -95,7 +99,7 @@ def _prove_names(
     if weights.format == TORCH.name:
         omitted = weights.beside.union(weights.metadata.get(TIES, {}))
         parameter_shapes = {name: entry.shape for name, entry in weights.entries.items() if name not in omitted}
-    # the weights file does not show the order of the parameters, or also contains buffers
+    # the weights file does not show the order of the parameters, or contains buffers too
     if len(parameter_shapes) != len(numbers):
         model = _meta_model(config)
         parameter_shapes = _parameter_shapes(model, weights, in_memory)
@@ -119,7 +123,9 @@ def _prove_names(
 
 
 def _state_shapes(state: Container) -> dict[str, Shape]:
-    """Return the shape of each numbered parameter, which all its optimizer state that has dims must share."""
+    """Return the shape of each numbered parameter; all optimizer state of a parameter that has dims must have this
+    shape.
+    """
     shapes: dict[str, Shape] = {}
     for full, entry in state.entries.items():
         number, key = split_slot(full)
@@ -134,14 +140,15 @@ def _state_shapes(state: Container) -> dict[str, Shape]:
 
 
 def assign_groups(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> tuple[list[int], int]:
-    """Assign a model's parameters to optimizer groups, in each of which the parameters keep the model's order.
+    """Assign a model's parameters to optimizer groups; within each group, the parameters keep the model's order.
 
     Args:
         order: shapes of the parameters, in the model's order.
-        groups: shapes that each group expects, in its order; None: any shape.
+        groups: for each group, the shapes that it expects, in the group's order; None means any shape.
 
     Returns:
-        The group of each parameter, and the number of possible assignments: 0, 1, or 2 for two or more.
+        The index of each parameter's group, and the number of possible assignments: 0, 1, or 2, which means two or
+            more.
     """
     partial_counts = {(0,) * len(groups): 1}
     origins: list[dict[tuple[int, ...], int]] = []
@@ -172,16 +179,16 @@ def assign_groups(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None
 
 
 def _by_trainer(model: Any, names: Sequence[str]) -> list[int]:
-    """Return the group of each parameter in an optimizer that Trainer makes: 0 with weight decay, 1 without."""
+    """Return the index of each parameter's group in an optimizer that Trainer makes: 0 with weight decay, 1 without."""
     from transformers import Trainer
 
-    trainer = Trainer.__new__(Trainer)  # the method called below reads no attributes
+    trainer = Trainer.__new__(Trainer)  # the method called below uses no attributes of the object
     decayed = frozenset(trainer.get_decay_parameter_names(model))
     return [int(name not in decayed) for name in names]
 
 
 def _fits(order: Sequence[Shape], owners: Sequence[int], groups: Sequence[Sequence[Shape | None]]) -> bool:
-    """Tell whether each group gets the shapes that it expects; see `assign_groups`."""
+    """Return whether each group gets the shapes that it expects; see `assign_groups`."""
     assigned = [
         [shape for shape, owner in zip(order, owners, strict=True) if owner == number] for number in range(len(groups))
     ]
@@ -192,7 +199,7 @@ def _fits(order: Sequence[Shape], owners: Sequence[int], groups: Sequence[Sequen
 
 
 def _meta_model(config: Mapping[str, Any]) -> Any:
-    """Build transformers' model of a config on the meta device."""
+    """Build transformers' model for a config on torch's meta device (without memory for the weights)."""
     if not config.get("model_type"):
         raise _UnprovedError("there is no config.json of the model (--config FILE, config=)")
     try:
@@ -205,7 +212,8 @@ def _meta_model(config: Mapping[str, Any]) -> Any:
         with warnings.catch_warnings(), TemporaryDirectory() as folder, torch.device("meta"):
             warnings.simplefilter("ignore")
             Path(folder, CONFIG).write_text(json.dumps(config), "utf-8")
-            read = transformers.AutoConfig.from_pretrained(folder)  # this function reads nested configs right
+            # this function of transformers reads nested configs correctly
+            read = transformers.AutoConfig.from_pretrained(folder)
             model_class = getattr(transformers, name)
             return model_class.from_config(read) if hasattr(model_class, "from_config") else model_class(read)
     except Exception as error:  # noqa: BLE001 - the model class of an unknown config may raise anything
@@ -213,11 +221,11 @@ def _meta_model(config: Mapping[str, Any]) -> Any:
 
 
 def _parameter_shapes(model: Any, weights: Container, in_memory: InMemory) -> dict[str, Shape]:
-    """Return a model's parameter names -> shapes, in the model's order; the stored weights must match."""
+    """Return parameter name -> shape, in the model's order; the shapes must match the stored weights."""
     registered = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored: Mapping[str, Shape] = {name: entry.shape for name, entry in weights.entries.items()}
     why = ""
-    if not registered.keys() <= stored.keys():  # transformers splits and renames parameters when it saves them
+    if not registered.keys() <= stored.keys():  # transformers splits and renames these parameters when it saves them
         try:
             stored = in_memory(weights)
         except TransaxleError as error:
@@ -235,10 +243,10 @@ _TP = "tp"
 
 
 def cutter(settings: Settings) -> Cutter:
-    """Return a function that looks up in the family's table how tensor parallelism cuts a checkpoint's parameters.
+    """Return a function that finds in the family's table how tensor parallelism cuts a checkpoint's parameters.
 
     Args:
-        settings: the user's settings for the checkpoint.
+        settings: the user's settings for reading the checkpoint.
     """
 
     def read(storage: Storage, names: Sequence[str], recorded: Mapping[str, Any]) -> Divider:
@@ -265,7 +273,7 @@ def cutter(settings: Settings) -> Cutter:
 
 
 class _Tables:
-    """Divides parameters among tensor-parallel ranks according to the table lines of a dialect."""
+    """Divides parameters among tensor-parallel ranks according to the lines of a dialect's table."""
 
     def __init__(self, sizes: Sizes, dialect: str, lines: Mapping[str, tuple[Line, Index]]) -> None:
         self._sizes, self._lines = sizes, lines

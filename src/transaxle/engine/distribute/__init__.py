@@ -1,1 +1,3 @@
-"""Executing one conversion plan with many workers: work items as plain data, executors, and the final commit."""
+"""Executing one conversion plan with many workers: work items as plain data, executors that run them, and the final
+commit.
+"""

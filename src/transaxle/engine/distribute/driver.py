@@ -1,11 +1,11 @@
-"""The driver: divides a plan into work items, hands the items out to workers, and commits the result.
+"""The driver divides a plan into work items, hands the work items out to workers, and commits the result.
 
-The driver creates the target's files with all bytes that are known in advance, and lets the workers write into them.
-When every item has a result, the driver writes what depends on all tensors (digests, manifest, copied files), and moves
-the checkpoint to its place.
+The driver creates the target's files, writes all bytes that are known in advance, and lets the workers write the rest.
+When every work item has a result, the driver writes the files that depend on all tensors (digests, manifest, copied
+files), and gives the checkpoint its final name.
 
-A single process that converts to a service works in the same way: uploaded parts survive the process that sent them,
-and so do the results of items beside the target, so that another run can continue.
+A single process that converts to a cloud storage service works in the same way. The uploaded parts and the stored
+results of work items remain if the process ends early, so that a later run can continue.
 """
 
 from __future__ import annotations
@@ -63,22 +63,23 @@ if TYPE_CHECKING:
 
 RAY, TORCHRUN = "ray", "torchrun"
 On: TypeAlias = str | Executor | SubmitPool
-"""Executor of a conversion: `ray`, `ray://HOST:PORT` or `torchrun`; an `Executor`; or a pool of workers with `submit`
-(`concurrent.futures`, Dask, MPI).
+"""Executor of a conversion: `ray`, `ray://HOST:PORT` or `torchrun`; an `Executor` object; or a pool of workers with a
+method `submit` (`concurrent.futures`, Dask, MPI).
 """
 ITEM = 1 << 28
-"""Bytes per item in a single process, if files are not larger: the most reading that is lost with an interrupted
-item."""
+"""Bytes per work item in a single process, unless a file is larger. If a work item is interrupted, at most this many
+bytes are read again.
+"""
 _MOST = 4096
 _SPARE_NUMBERS = 1 << 32
-"""First of the numbers that are given to stored results which belong to no item of the plan."""
+"""First number for stored results that belong to no work item of the plan."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A report of the progress of a conversion by several workers."""
+    """A progress event of a conversion by several workers."""
 
     event: str
-    """`begun` at the start, `item` when an item is done."""
+    """`begun` at the start of the conversion, `item` when a work item is done."""
     items: int
     """Number of work items to do."""
     items_done: int = 0
@@ -86,25 +87,25 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     """Size of all tensors in bytes."""
     done: int
-    """Size of the written tensors in bytes."""
+    """Size in bytes of the tensors that are already written."""
     rate: float = 0.0
-    """Bytes per second that all workers have written since the start."""
+    """Bytes per second that all workers together have written since the start."""
     left: float | None = None
-    """Estimated seconds to the end."""
+    """Estimated seconds to the end of the conversion."""
     item: int | None = None
-    """Number of the item that was just done."""
+    """Number of the work item that was just done."""
     node: str = ""
-    """Machine that did the item that was just done."""
+    """Name of the machine that did this work item."""
     worker: str = ""
-    """Machine and process that did the item that was just done."""
+    """Machine and process that did this work item."""
     nbytes: int = 0
-    """Number of bytes written for the item that was just done."""
+    """Number of bytes written for this work item."""
     seconds: float = 0.0
-    """Seconds that the item that was just done took."""
+    """Seconds that this work item took."""
 
 
 Watch = Callable[[Event], None]
-"""A function that is called with each progress event, from one thread at a time."""
+"""A function that is called with each progress event, by one thread at a time."""
 
 
 def ignore_event(_: Event) -> None:
@@ -112,7 +113,7 @@ def ignore_event(_: Event) -> None:
 
 
 def node_of(worker: str) -> str:
-    """Return the machine of a worker, which is named `machine:process`."""
+    """Return the machine name of a worker; workers are named `machine:process`."""
     return worker.rpartition(":")[0] or worker
 
 
@@ -122,10 +123,10 @@ class Watcher:
     Args:
         items: the work items to do.
         total: size of all tensors in bytes.
-        done: bytes of tensors that an earlier run had finished; `progress` is called with them.
-        progress: called with the bytes of each item.
-        watch: called with each event.
-        each: call `progress` with each item; otherwise only with the bytes of an earlier run.
+        done: bytes of tensors that an earlier run had finished; `progress` is called once with this number.
+        progress: function called with the number of bytes of each finished work item.
+        watch: function called with each progress event.
+        each: whether to call `progress` for each work item; if not, it is called only with the bytes of an earlier run.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Watcher:
         watch(Event(event="begun", items=self._items, total=total, done=done))
 
     def item(self, result: ItemResult) -> None:
-        """Count a finished item."""
+        """Count a finished work item, and report its progress event."""
         self._finished += 1
         self._done = min(self._total, self._done + result.nbytes)
         rate = (self._done - self._before) / max(time.monotonic() - self._begun, 1e-9)
@@ -183,16 +184,17 @@ def open_stage(plan: WorkPlan, *, resume: bool) -> SharedStage:
 
 
 def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, ItemResult]:
-    """Create the target files with all bytes known in advance, and return usable results of an earlier run.
+    """Create the target files with all bytes known in advance, and return work item number -> result of an earlier run,
+    where usable.
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan with its source open.
-        stage: the staged target, entered.
+        prepared: the same plan with its open source.
+        stage: the staged (unfinished) target, as an entered context.
 
     Raises:
-        UsageError: EXISTS if a different conversion has left unfinished work.
-        StorageError: IO or NO_SPACE, if the files cannot be created.
+        UsageError: with code EXISTS, if a different conversion has left unfinished work.
+        StorageError: with code IO or NO_SPACE, if the files cannot be created.
     """
     if not isinstance(stage, Staging):
         return _begin_upload(plan, prepared, stage)
@@ -209,7 +211,9 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, I
 
 
 def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> dict[int, ItemResult]:
-    """Begin uploads, or continue the uploads of an earlier run; return the results whose files the service has."""
+    """Begin the uploads of a plan, or continue those of an earlier run; return the results whose files the service
+    already has.
+    """
     sizes = {file: prepared.draft.files[file] for item in plan.items for file in item.files}
     stage.begin_or_continue(sizes, task_text(plan.task), division_of(plan), len(plan.items))
     stage.prepare(_files(prepared, stage))
@@ -230,9 +234,10 @@ def _files(prepared: Prepared, stage: SharedStage) -> dict[str, int]:
 def _usable_results(
     plan: WorkPlan, prepared: Prepared, scratch: Path, existing_files: frozenset[str]
 ) -> dict[int, ItemResult]:
-    """Return stored results of this plan whose files still exist, and remove all further stored results.
+    """Return the stored results of this plan whose files still exist, and remove all other stored results.
 
-    A result from a different division of the plan gets a number that no item has, so that no item overwrites it.
+    A result from a run that divided the plan differently gets a number that no work item has, so that no work item
+    overwrites it.
     """
     files = {unit.name: [place.file for place in unit.everywhere] for unit in prepared.plan.units}
     results, spare_number = {}, _SPARE_NUMBERS
@@ -257,7 +262,7 @@ def _usable_results(
 
 
 def _belongs_to_item(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) -> bool:
-    """Tell whether a stored result belongs to the plan's item of the same number."""
+    """Return whether a stored result belongs to the plan's work item with the same number."""
     if number >= len(plan.items):
         return False
     item = plan.items[number]
@@ -267,9 +272,9 @@ def _belongs_to_item(plan: WorkPlan, prepared: Prepared, number: int, result: It
 
 
 def items_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
-    """Return the items without complete results, in the order in which they should begin.
+    """Return the work items without complete results, in the order in which they should begin.
 
-    On a service each item has its own files, so its result cannot be combined from results of several items.
+    On a cloud storage service, each work item has its own files, so its result must come from a single run of it.
     """
     if is_url(plan.order.target):
         return order_items(item for item in plan.items if item.number not in results and not item.is_empty)
@@ -285,21 +290,23 @@ def hand_out(
     progress: Progress = no_progress,
     watch: Watch = ignore_event,
 ) -> tuple[dict[int, ItemResult], int]:
-    """Begin the work, and let an executor do the remaining items; no worker is running when this returns.
+    """Begin the work, and let an executor do the remaining work items; no worker is still running when this function
+    returns.
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan with its source open.
-        stage: the staged target, entered.
-        executor: hands items to workers.
-        progress: called with the bytes of each finished item, or of each block written in this process.
-        watch: called with each event.
+        prepared: the same plan with its open source.
+        stage: the staged (unfinished) target, as an entered context.
+        executor: object that hands work items out to workers.
+        progress: function called with the number of bytes of each finished work item, or of each block written in this
+            process.
+        watch: function called with each progress event.
 
     Returns:
-        All results, and the number of tensors that an earlier run had finished.
+        The results of all work items, and the number of tensors that an earlier run had finished.
 
     Raises:
-        TransaxleError: errors of `begin` and of the workers.
+        TransaxleError: any error that `begin` or a worker raises.
     """
     results = begin(plan, prepared, stage)
     items, resumed = items_to_do(plan, prepared, results), all_tensors_done(results.values())
@@ -322,7 +329,7 @@ def hand_out(
 
 
 def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
-    """Return the number of bytes of all units of a plan, and the number of bytes of the finished units."""
+    """Return the number of bytes of all tensors (and spans of tensors) of a plan, and of those that are finished."""
     units = prepared.plan.units
     return sum(each.nbytes for each in units), sum(each.nbytes for each in units if each.name in finished)
 
@@ -330,25 +337,26 @@ def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
 def commit(
     plan: WorkPlan, prepared: Prepared, stage: SharedStage, results: dict[int, ItemResult], resumed: int = 0
 ) -> Report:
-    """Write the files that depend on all tensors, and move the checkpoint to its place.
+    """Write the files that depend on all tensors, and give the checkpoint its final name.
 
     Args:
         plan: the executed plan.
-        prepared: the same plan with its source open.
-        stage: the staged target, entered, with its files prepared.
-        results: results of all items, by number.
+        prepared: the same plan with its open source.
+        stage: the staged (unfinished) target with its files, as an entered context.
+        results: work item number -> result, for all work items.
         resumed: number of tensors that an earlier run had finished.
 
     Raises:
-        Refused: INCOMPLETE if items have no result; CORRUPT if the source was changed; LOSSY if values became infinite.
-        StorageError: IO or NO_SPACE, if files cannot be written.
+        Refused: with code INCOMPLETE, if work items have no result; with code CORRUPT, if the source was changed; with
+            code LOSSY, if values became infinite.
+        StorageError: with code IO or NO_SPACE, if files cannot be written.
     """
     if missing := items_to_do(plan, prepared, results):
         raise _refuse_missing(plan, missing)
     foretold: dict[str, str] | None = None
     if not isinstance(stage, Staging):
         _take_files(plan, stage, results)
-        foretold = {}  # the digests are in the files, which workers have sent completely
+        foretold = {}  # the digests are inside the files, which workers have uploaded completely
     write_fragments(stage, prepared.draft.early_fragments())
     _check_sums(prepared, results.values())
     _check_hashes(prepared, results.values())
@@ -370,12 +378,12 @@ def commit(
 
 
 def all_tensors_done(results: Iterable[ItemResult]) -> dict[str, FinishedTensor]:
-    """Return name -> hash and error of every tensor, or span of a tensor, that workers have written."""
+    """Return name -> hash and error, for every tensor or span of a tensor that workers have written."""
     return {name: done for result in results for name, done in result.finished.items()}
 
 
 def _take_files(plan: WorkPlan, stage: SharedUpload, results: dict[int, ItemResult]) -> None:
-    """Add the files that workers have sent to the upload, after a check that the service has every file."""
+    """Add the files that workers have sent to the upload, after checking that the service has every file."""
     stage.look_again()
     lost = [number for number, result in results.items() if not stage.holds(result.sent)]
     if lost:
@@ -398,7 +406,9 @@ def spell_numbers(numbers: Sequence[int]) -> str:
 
 
 def _check_sums(prepared: Prepared, results: Iterable[ItemResult]) -> None:
-    """Combine the checksums that workers have computed; the storage's final recheck reads the remaining byte ranges."""
+    """Combine the checksums that workers have computed; byte ranges that no worker read are checked by the storage's
+    final recheck.
+    """
     witness = layer(prepared.checkpoint.container.storage, Witness)
     if witness is None:
         return
@@ -411,7 +421,9 @@ def _check_sums(prepared: Prepared, results: Iterable[ItemResult]) -> None:
 
 
 def _check_hashes(prepared: Prepared, results: Iterable[ItemResult]) -> None:
-    """Accept the tensors that workers have checked; the storage's final recheck checks the remaining tensors."""
+    """Accept the tensors whose hashes workers have checked; other tensors are checked by the storage's final
+    recheck.
+    """
     watch_source(prepared)
     witness = layer(prepared.checkpoint.container.storage, HashWitness)
     if witness is not None:
@@ -436,18 +448,19 @@ def carry_out(
     progress: Progress = no_progress,
     watch: Watch = ignore_event,
 ) -> Report:
-    """Execute a plan with several workers, from beginning to commit.
+    """Execute a plan with several workers, from the creation of the target's files to the commit.
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan with its source open.
-        executor: hands items to workers.
-        resume: continue an interrupted run, and keep this run's work if it fails too.
-        progress: called with the bytes of each finished item, or of each block written in this process.
-        watch: called with each event.
+        prepared: the same plan with its open source.
+        executor: object that hands work items out to workers.
+        resume: whether to continue an interrupted run, and to keep this run's finished work if it fails too.
+        progress: function called with the number of bytes of each finished work item, or of each block written in this
+            process.
+        watch: function called with each progress event.
 
     Raises:
-        TransaxleError: any error; the target is then unchanged.
+        TransaxleError: any error; the target is unchanged after an error.
     """
     start_time = time.monotonic()
     with open_stage(plan, resume=resume) as stage:
@@ -457,10 +470,10 @@ def carry_out(
 
 
 def begin_work(plan: WorkPlan) -> int:
-    """Begin the work on a plan whose workers start later; return the number of remaining items.
+    """Begin the work on a plan whose workers start later; return the number of work items that remain to be done.
 
     Raises:
-        TransaxleError: any error; EXISTS if the target exists, or a worker is running.
+        TransaxleError: any error; with code EXISTS, if the target exists, or a worker is running.
     """
     refuse_existing(plan)
     with OpenPlan(plan) as open_plan:
@@ -470,11 +483,12 @@ def begin_work(plan: WorkPlan) -> int:
 
 
 def commit_work(plan: WorkPlan) -> Report:
-    """Commit what workers have done for a plan.
+    """Commit the results of a plan's workers.
 
     Raises:
-        Refused: INCOMPLETE if items have no result, or the work has not begun.
-        TransaxleError: any other error; EXISTS if a worker is running. The target is then unchanged.
+        Refused: with code INCOMPLETE, if work items have no result, or the work has not begun.
+        TransaxleError: any other error; with code EXISTS, if a worker is running. The target is unchanged after an
+            error.
     """
     start_time = time.monotonic()
     with OpenPlan(plan) as open_plan:
@@ -488,10 +502,10 @@ def commit_work(plan: WorkPlan) -> Report:
 
 
 def refuse_beyond(plan: WorkPlan, numbers: Sequence[int]) -> None:
-    """Refuse item numbers that a plan does not have.
+    """Refuse work item numbers that a plan does not have.
 
     Raises:
-        Refused: AMBIGUOUS, if the plan has no item of a given number.
+        Refused: with code AMBIGUOUS, if the plan has no work item of a given number.
     """
     beyond = [number for number in numbers if number >= len(plan.items)]
     if beyond:
@@ -518,17 +532,17 @@ def convert_on(
 
     Args:
         order: the conversion as plain data.
-        prepared: the conversion's plan, with the source open.
+        prepared: the conversion's plan, with its open source.
         on: executor or pool that hands out the work items.
-        jobs: number of threads of each worker.
-        resume: continue an interrupted run.
-        progress: called with the bytes of each finished item.
-        watch: called with each event.
-        **how: `items`, `overwrite`, `sync` and `memory`, as for `prepare_work`.
+        jobs: number of threads of each worker process.
+        resume: whether to continue an interrupted run.
+        progress: function called with the number of bytes of each finished work item.
+        watch: function called with each progress event.
+        **how: the arguments `items`, `overwrite`, `sync` and `memory` of `prepare_work`.
 
     Raises:
-        TypeError: `on` is no executor, pool or known name.
-        TransaxleError: any error of `execute`; UNSUPPORTED if a required package is not installed.
+        TypeError: if `on` is no executor, pool or known name.
+        TransaxleError: any error that `execute` raises; with code UNSUPPORTED, if a required package is not installed.
     """
     executor, threads = _executor(on, jobs)
     cleared, work = prepare_work(order, prepared, jobs=jobs or threads, resume=resume, **how)
@@ -548,17 +562,18 @@ def prepare_work(
     jobs: int | None = None,
     memory: int | None = None,
 ) -> tuple[CheckedPlan, WorkPlan | Report]:
-    """Check a plan for its target, and divide it into items; if an earlier run has finished it, return a report.
+    """Check a plan against its target, and divide the plan into work items; if an earlier run has finished all of it,
+    return a report instead.
 
     Args:
         order: the conversion as plain data.
-        prepared: the conversion's plan, with the source open.
-        items: number of work items; None: one per GiB.
-        overwrite: replace a checkpoint at the target.
-        resume: continue an interrupted run.
-        sync: sync everything to disk before the target appears.
-        jobs: number of threads of each worker; None: the worker's own default.
-        memory: number of bytes for the buffers of each worker.
+        prepared: the conversion's plan, with its open source.
+        items: number of work items; None means one work item per GiB.
+        overwrite: whether to replace an existing checkpoint at the target path.
+        resume: whether to continue an interrupted run.
+        sync: whether to sync everything to disk before the target gets its final name.
+        jobs: number of threads of each worker process; None means the default of the worker.
+        memory: number of bytes for the buffers of each worker process.
 
     Raises:
         TransaxleError: every refusal of the plan, as for `execute`.
@@ -576,11 +591,11 @@ def prepare_work(
 
 
 def check_on(on: object) -> None:
-    """Refuse an argument that is no executor.
+    """Refuse an argument `on` that is no executor.
 
     Raises:
-        TypeError: the argument is neither a name nor an executor nor a pool.
-        UsageError: AMBIGUOUS for an unknown name.
+        TypeError: if the argument is neither a name nor an executor nor a pool.
+        UsageError: with code AMBIGUOUS, if the name is unknown.
     """
     if isinstance(on, str):
         if on not in (RAY, TORCHRUN) and not on.startswith(f"{RAY}://"):
@@ -591,7 +606,7 @@ def check_on(on: object) -> None:
 
 
 def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
-    """Return the executor, and the default number of threads of its workers; raises like `check_on`."""
+    """Return the executor, and the default number of threads of its workers; the errors are those of `check_on`."""
     check_on(on)
     if isinstance(on, str):
         return RayCluster(None if on == RAY else on, cpus=jobs or 1), 1
@@ -599,7 +614,7 @@ def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
 
 
 def is_lead() -> bool:
-    """Tell whether this process is rank 0 of its distributed job, or belongs to no such job."""
+    """Return whether this process is rank 0 of its distributed job, or belongs to no distributed job."""
     return read_number_of_job("RANK", 0) == 0
 
 
@@ -613,20 +628,21 @@ def convert_in_parts(
     limit: Limits | None = None,
     progress: Progress = no_progress,
 ) -> Report:
-    """Execute in this process a plan whose target is on a service with multipart uploads; see `execute`.
+    """Execute in this process a plan whose target is on a cloud storage service with multipart uploads; see `execute`.
 
     Args:
-        prepared: the plan, from `make_plan`, or from `preflight` for this target.
-        target: URL of a folder or a file.
-        overwrite: replace an existing checkpoint, as for `execute`.
-        resume: continue an interrupted run of the same plan, even one by several workers, and keep this run's work if
-            it fails too. Without `resume`, unfinished work is refused, because its run may still be going on.
-        sync: ignored: uploads that a service has accepted are durable.
-        limit: number of workers, and memory of their buffers.
-        progress: called with the bytes of each block.
+        prepared: the plan that `make_plan` returned, or `preflight` for this target.
+        target: URL of the target folder or file.
+        overwrite: whether to replace an existing checkpoint, as for `execute`.
+        resume: whether to continue an interrupted run of the same plan, even one by several workers, and to keep this
+            run's work if it fails too. Without `resume`, unfinished work is refused, because the run that left it may
+            still be active.
+        sync: has no effect, because uploads that a service has accepted are durable.
+        limit: number of worker threads, and memory of their buffers.
+        progress: function called with the number of bytes of each block.
 
     Raises:
-        TransaxleError: any error of `execute`; EXISTS also if unfinished work is beside the target.
+        TransaxleError: any error that `execute` raises; with code EXISTS, also if unfinished work is beside the target.
     """
     start_time = time.monotonic()
     limit = limit or limits()
@@ -640,9 +656,10 @@ def convert_in_parts(
 
 
 def _in_parts(cleared: CheckedPlan, limit: Limits, *, sync: bool) -> WorkPlan:
-    """Divide a plan into items for one process; if unfinished work is beside the target, divide as that work was.
+    """Divide a plan into work items for one process; if unfinished work is beside the target, use the same division as
+    that work.
 
-    If files are small, the items are smaller than items for several workers.
+    If the files are small, these work items are smaller than those for several workers.
     """
     target, overwrite, resume = cleared.request
     count = max(1, min(_MOST, -(-sizes_of(cleared, ())[0] // ITEM)))

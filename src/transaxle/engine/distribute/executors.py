@@ -1,7 +1,8 @@
-"""Executors, which hand the work items of a plan to workers and collect the workers' results.
+"""Executors hand the work items of a plan out to workers, and collect the workers' results.
 
-A scheduler needs a single method to be an executor. Pools with a method `submit` (of `concurrent.futures`, Dask, MPI or
-loky) are wrapped here, and so is a Ray cluster: Ray places items, retries them and moves them off lost machines.
+A scheduler is an executor if it has the single method `run`. This module wraps pools with a method `submit` (of
+`concurrent.futures`, Dask, MPI or loky), and Ray clusters. Ray chooses the machine for a work item, retries it, and
+moves it to another machine if its machine is lost.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from transaxle.extras import install
 from transaxle.move.journal import parse_result
 
 Work = Callable[[int], bytes]
-"""A function that does the work item of a given number, and returns the item's result as bytes. It can be pickled, and
-called in any process that reaches the source and the target's folder; doing an item twice does no harm, even at once.
+"""A function that does the work item with a given number, and returns the result of the work item as bytes. The
+function can be pickled, and called in any process that can reach the source and the target's folder. Doing a work item
+twice does no harm, even at the same time.
 """
 _TRIES = 3
-"""How often a work item is tried if its worker meets an error of the machine, such as a failed read."""
+"""How often a work item is tried if its worker meets a machine error, such as a failed read."""
 RETRIES = 10
-"""Number of retries that Ray is told to make for a work item whose worker or machine was lost, or had an I/O error."""
+"""Number of times that Ray retries a work item whose worker or machine was lost, or whose worker had an I/O error."""
 _PATIENCE = 20.0
-"""Seconds that cancelled workers have to stop."""
+"""Seconds that the executor waits for cancelled workers to stop."""
 
 
 @runtime_checkable
@@ -35,16 +37,16 @@ class Executor(Protocol):
     """Hands the work items of a plan to workers, and collects their results."""
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """Let workers do work items; return when all items are done and no worker is running.
+        """Let workers do work items; return when all work items are done and no worker is running.
 
         Args:
-            work: the function for a worker to call with an item's `number`.
-            items: the items to do, in the order in which they should begin; `nbytes` is the size of an item.
-            take: must be called with the result of each item, in any order, from one thread at a time; an item that was
-                done twice may pass one of its results or both.
+            work: the function that a worker calls with the `number` of a work item.
+            items: the work items to do, in the order in which they should begin; `nbytes` is the size of a work item.
+            take: function to call with the result of each work item, in any order, by one thread at a time. If a work
+                item was done twice, `run` may pass one of its results or both.
 
         Raises:
-            Exception: an error of `work` that retrying cannot fix; when it is raised, no worker may be running.
+            Exception: an error of `work` that a retry cannot fix; no worker may be running when it is raised.
         """
 
 
@@ -53,14 +55,14 @@ class SubmitPool(Protocol):
     """A pool with the method `submit` of `concurrent.futures.Executor`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Call a function in one of the pool's workers, and return a future of its result."""
+        """Call a function in one of the pool's workers, and return a future for its result."""
 
 
 class InProcess:
     """Executor that does all work items in this process, one after another."""
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """See `Executor`."""
+        """Do all work items in this process; see `Executor.run`."""
         for item in items:
             take(work(item.number))
 
@@ -69,14 +71,16 @@ class Pool:
     """Executor that lets a pool of processes or threads do the work items.
 
     Args:
-        pool: processes or threads: `concurrent.futures.ProcessPoolExecutor`, or an object with the same `submit`.
+        pool: a `concurrent.futures.ProcessPoolExecutor`, or an object with the same method `submit`.
     """
 
     def __init__(self, pool: SubmitPool) -> None:
         self._pool = pool
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """See `Executor`; a work item that fails with an error of the machine (such as a failed read) is retried."""
+        """Let the pool do the work items; see `Executor.run`. A work item that fails with a machine error (such as a
+        failed read) is retried.
+        """
         tries = {item.number: 1 for item in items}
         running = {self._pool.submit(work, item.number): item.number for item in items}
         try:
@@ -100,7 +104,7 @@ class Pool:
 
 
 def _do_and_log(work: Work, number: int) -> bytes:
-    """Do a work item in a worker of the Ray cluster; Ray keeps what the worker prints in a log."""
+    """Do a work item in a worker of the Ray cluster; Ray stores the worker's output in a log."""
     sys.stderr.write(f"transaxle item {number}: begun\n")
     try:
         text = work(number)
@@ -117,9 +121,9 @@ class RayCluster:
     """Executor that hands the work items to a Ray cluster.
 
     Args:
-        address: `ray://HOST:PORT` of a cluster; None: the cluster that runs here or is named by `RAY_ADDRESS`, or else
-            a local cluster that is started for the run and stopped afterwards.
-        cpus: number of CPUs that Ray reserves for each item.
+        address: `ray://HOST:PORT` of a cluster. None means the cluster that runs on this machine or is named by
+            `RAY_ADDRESS`, or else a local cluster that is started for the run and stopped afterwards.
+        cpus: number of CPUs that Ray reserves for each work item.
     """
 
     def __init__(self, address: str | None = None, *, cpus: int = 1) -> None:
@@ -127,7 +131,7 @@ class RayCluster:
         self._cpus = cpus
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        """See `Executor`."""
+        """Let the Ray cluster do the work items; see `Executor.run`."""
         if not items:
             return
         with self._connect() as ray:
@@ -143,17 +147,17 @@ class RayCluster:
                 while running:
                     (finished,), _ = ray.wait(list(running), num_returns=1)
                     take(_task_result(ray, finished, running.pop(finished)))
-            finally:  # a worker that does not stop is noticed later, when this process locks the staged files again
+            finally:  # a worker that does not stop is detected later, when this process locks the staged files again
                 for task_reference in running:
                     ray.cancel(task_reference, force=True)
                 if running:
                     ray.wait(list(running), num_returns=len(running), timeout=_PATIENCE)
 
     def _refuse_too_many(self, ray: Any) -> None:
-        """Refuse work items that need more CPUs than any node of the cluster has, because Ray would wait for ever.
+        """Refuse work items that need more CPUs than any node of the cluster has, because Ray would wait forever.
 
         Raises:
-            Refused: UNSUPPORTED, if no node has `cpus` CPUs.
+            Refused: with code UNSUPPORTED, if no node has `cpus` CPUs.
         """
         largest_node = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         if 0 < largest_node < self._cpus:
@@ -171,8 +175,8 @@ class RayCluster:
         """Yield the imported module `ray`, connected to a cluster.
 
         Raises:
-            Refused: UNSUPPORTED if Ray is not installed.
-            StorageError: IO if there is no cluster at the address.
+            Refused: with code UNSUPPORTED, if Ray is not installed.
+            StorageError: with code IO, if there is no cluster at the address.
         """
         try:
             import ray
@@ -197,7 +201,7 @@ def _task_result(ray: Any, reference: Any, item: WorkItem) -> bytes:
     """Return the result of the Ray task that does a work item.
 
     Raises:
-        TransaxleError: the error with which the work item failed; IO if Ray gave the task up.
+        TransaxleError: the error with which the work item failed; with code IO, if Ray gave up the task.
     """
     from ray.exceptions import RayError, RayTaskError
 

@@ -1,7 +1,9 @@
-"""A worker: opens the source once, does one work item after another, and stores a result for each item.
+"""A worker process opens the source once, does one work item of a plan after another, and stores a result for each work
+item.
 
-Several workers may do the same item, or one may do it twice: each time the same bytes go to the same places, and the
-item's result appears in one step when the bytes are durable. A commit only begins when no worker is left.
+Several workers may do the same work item, or one worker may do it twice. Each time the same bytes are written at the
+same places, and the result is stored in one step when the bytes are durable. A commit begins only when no worker is
+running any more.
 """
 
 from __future__ import annotations
@@ -37,15 +39,16 @@ from transaxle.move.workers import Limits, Progress, limits, no_progress
 
 
 class OpenPlan:
-    """A plan in a worker process: a context that opens the plan's source, and plans again, only when that is needed.
+    """A plan in a worker process: a context that opens the plan's source. The worker makes the plan a second time only
+    if it must.
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan, if its source is already open in this process; the source stays open afterwards.
-        progress: called with the number of bytes of each block written.
+        prepared: the same plan, if its source is already open in this process; the source remains open afterwards.
+        progress: function called with the number of bytes of each block written.
 
     Raises:
-        TransaxleError: errors of opening the source; CORRUPT if the source has changed since planning.
+        TransaxleError: any error of opening the source; with code CORRUPT, if the source has changed since planning.
     """
 
     def __init__(self, plan: WorkPlan, prepared: Prepared | None = None, progress: Progress = no_progress) -> None:
@@ -56,7 +59,9 @@ class OpenPlan:
         self._prepared: Prepared | None = None
         self._place: WorkPlace | None = None if is_url(plan.order.target) else work_place(plan)
         self._storage: Storage | None = None
-        """Files of the source, open if the plan's parts for the work items are stored; None: the worker must plan."""
+        """The files of the source, if the parts of the plan for the work items are stored. None means that the worker
+        must make the plan again.
+        """
         try:
             if prepared is not None:
                 self._check(prepared)
@@ -70,7 +75,7 @@ class OpenPlan:
 
     def _refuse_changed(self, storage: Storage) -> None:
         if is_url(self.plan.order.source):
-            return  # of a source on a network, only the files that a work item reads are checked
+            return  # of a source on a network, only the files that a work item reads are checked for changes
         problems = list[Refusal]()
         state = state_of(storage, self.plan.files, problems)
         if problems:
@@ -78,7 +83,9 @@ class OpenPlan:
         refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=state))
 
     def _check(self, prepared: Prepared) -> None:
-        """Check that a plan made in this process equals the given plan and has no refusals; keep it for the items."""
+        """Check that a plan made in this process equals the given plan and has no refusals; store it for later work
+        items.
+        """
         problems = list[Refusal]()
         task = task_of(prepared, problems)
         if problems:
@@ -90,23 +97,25 @@ class OpenPlan:
 
     @property
     def prepared(self) -> Prepared:
-        """The plan with its source open; the first access opens the source and plans again.
+        """The plan with its open source. The first access opens the source and makes the plan again.
 
         Raises:
-            TransaxleError: errors of opening and planning; CORRUPT if the source has changed since planning;
-                UNSUPPORTED if this installation makes a different plan.
+            TransaxleError: any error of opening and planning; with code CORRUPT, if the source has changed since
+                planning; with code UNSUPPORTED, if this installation makes a different plan.
         """
         with self._lock:
             if self._prepared is None:
                 with ExitStack() as stack:
                     self._check(stack.enter_context(self.plan.order.prepare()))
                     self._stack.push(stack.pop_all())
-            assert self._prepared is not None  # `_check` has set `_prepared`
+            assert self._prepared is not None  # `_check` has set `self._prepared`
             return self._prepared
 
     @property
     def place(self) -> WorkPlace:
-        """The place where workers write; for a target on a service, raises like `prepared`."""
+        """The place where workers write the target. If it is on a cloud storage service, the errors are those of
+        `prepared`.
+        """
         with self._lock:
             if self._place is None:
                 self._place = work_place(self.plan, self.prepared)
@@ -121,12 +130,12 @@ class OpenPlan:
         self._stack.close()
 
     def do(self, number: int) -> ItemResult:
-        """Do a work item, unless it is done already, and return its result.
+        """Do a work item, unless it is already done, and return its result.
 
         Raises:
-            TransaxleError: errors of planning, reading and writing; UNEQUAL_COPIES if copies that should be equal are
-                not; CORRUPT if the source was changed meanwhile; EXISTS if work on a different conversion has begun at
-                the target; INCOMPLETE if no work has begun there.
+            TransaxleError: any error of planning, reading and writing; with code UNEQUAL_COPIES, if copies that should
+                be equal are not; with code CORRUPT, if the source was changed meanwhile; with code EXISTS, if work on a
+                different conversion has begun at the target; with code INCOMPLETE, if no work has begun at the target.
         """
         item, place = self.plan.items[number], self.place
         with place.open_writer(item) as writer:
@@ -139,7 +148,9 @@ class OpenPlan:
             return writer.store(_do_part(self.plan, item, part, storage, recoding, limit, writer.files, self._progress))
 
     def _part_of(self, item: WorkItem) -> tuple[PlanPart, Storage, Recoding]:
-        """Return a work item's part of the plan (stored, or planned again), the source's files, and computed views."""
+        """Return a work item's part of the plan (stored, or planned again), the files of the source, and its computed
+        tensors.
+        """
         part = None if self._storage is None else self.place.read_part(item)
         if part is None or self._storage is None:
             container = self.prepared.checkpoint.container
@@ -150,10 +161,10 @@ class OpenPlan:
 
 
 def write_parts(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
-    """Store each work item's part of the plan, so that workers need not plan again.
+    """Store each work item's part of the plan in a file, so that workers need not make the plan again.
 
     Raises:
-        StorageError: IO, if the file cannot be written; NO_SPACE, if the disk is full.
+        StorageError: with code IO, if the file cannot be written; with code NO_SPACE, if the disk is full.
     """
     if not any(item.key for item in plan.items):
         return
@@ -201,11 +212,11 @@ def _do_part(
 
 
 class CombinedResults:
-    """The combined results of several work items of one task (one conversion of one source).
+    """The combined results of several work items of one task (a conversion of one source).
 
     Args:
         results: results of work items.
-        task: the task whose results count; results of different tasks are ignored.
+        task: the task whose results are combined; results of different tasks are ignored.
     """
 
     def __init__(self, results: Iterable[ItemResult], task: Task) -> None:
@@ -215,7 +226,7 @@ class CombinedResults:
         self._measured = {name for result in own_results for name in result.measured}
 
     def has(self, item: WorkItem, part: PlanPart) -> bool:
-        """Tell whether the results cover a work item, given its part of the plan, completely."""
+        """Return whether the results cover a work item completely, given the work item's part of the plan."""
         return (
             all(tensor.name in self._tensors for tensor in part.tensors)
             and self._checks.issuperset(numbers(item.checks))
@@ -227,7 +238,7 @@ def refuse_changed(planned: Task, actual: Task) -> None:
     """Refuse a source that differs from the planned source, or an installation that makes a different plan.
 
     Raises:
-        Refused: CORRUPT, if the source's files changed; UNSUPPORTED, if the plan differs.
+        Refused: with code CORRUPT, if the files of the source changed; with code UNSUPPORTED, if the plan differs.
     """
     if planned.state != actual.state:
         message = "the source's files are not those of the plan: they were changed or replaced since"
@@ -241,20 +252,20 @@ def refuse_changed(planned: Task, actual: Task) -> None:
 
 _lock = RLock()
 _opened: dict[str, OpenPlan] = {}
-"""Hash of a plan's text -> the open plan; holds only the plan that this process works on."""
+"""Hash of a plan's text -> the open plan; it contains only the plan that this process works on."""
 
 
 def do_item(text: bytes, number: int) -> bytes:
-    """Do a work item of a plan in this process; executors call this function in their workers.
+    """Do a work item of a plan in this process; executors call this function in their worker processes.
 
-    The plan stays open for later items; `close_plan` closes it.
+    The plan remains open for later work items; `close_plan` closes it.
 
     Args:
-        text: the plan as text, from `WorkPlan.text`.
+        text: the plan as text, as `WorkPlan.text` returns it.
         number: number of the work item.
 
     Returns:
-        The item's result as text, from `ItemResult.text`.
+        The work item's result as text, as `ItemResult.text` returns it.
 
     Raises:
         TransaxleError: any error that `OpenPlan` or its method `do` raises.
@@ -274,8 +285,8 @@ def lend_source(plan: WorkPlan, prepared: Prepared, progress: Progress = no_prog
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan with its source open.
-        progress: called with the number of bytes of each block that this process writes.
+        prepared: the same plan with its open source.
+        progress: function called with the number of bytes of each block that this process writes.
     """
     with _lock:
         _close()
@@ -287,7 +298,7 @@ def lend_source(plan: WorkPlan, prepared: Prepared, progress: Progress = no_prog
 
 
 def close_plan() -> None:
-    """Close the plan that `do_item` has opened in this process."""
+    """Close the plan that `do_item` opened in this process."""
     with _lock:
         _close()
 

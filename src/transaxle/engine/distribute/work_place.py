@@ -1,7 +1,9 @@
-"""Where workers write: into the hidden folder beside the target, or to an object service, as whole uploaded files.
+"""The place where workers write a target: the hidden folder beside the target, or a cloud storage service, to which
+they upload whole files.
 
-Folder and service also store the results of work items, so that any process can see what is done. In the folder a lock
-prevents a premature commit; a service has no lock, but accepts nothing more once an upload is complete.
+The results of work items are stored in the same place, so that any process can see which work items are done. In the
+folder, a lock prevents a premature commit. A service has no lock, but accepts no further parts once an upload is
+complete.
 """
 
 from __future__ import annotations
@@ -45,33 +47,36 @@ class WorkPlace(Protocol):
         """Refuse to write if no work on the plan has begun.
 
         Raises:
-            UsageError: EXISTS if work on a different conversion has begun in this place.
-            Refused: INCOMPLETE if no work has begun in this place.
+            UsageError: with code EXISTS, if work on a different conversion has begun in this place.
+            Refused: with code INCOMPLETE, if no work has begun in this place.
         """
 
     def results(self, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-        """Return item number -> stored result, for all work items that have one, or only for the given numbers."""
+        """Return work item number -> stored result, for all work items that have a result, or only for the given
+        numbers.
+        """
 
     def read_part(self, item: WorkItem) -> PlanPart | None:
-        """Return the stored part of the plan for a work item; None if none is stored and the worker must plan again.
+        """Return the stored part of the plan for a work item. None means that it is not stored and the worker must make
+        the plan again.
 
         Raises:
-            StorageError: IO, if the stored part cannot be read.
+            StorageError: with code IO, if the stored part cannot be read.
         """
 
     def open_writer(self, item: WorkItem) -> AbstractContextManager[ItemWriter]:
-        """Return a context with a writer for a work item's bytes and its result."""
+        """Return a context with a writer for the bytes and the result of a work item."""
 
 
 class ItemWriter(Protocol):
-    """Writes the bytes of one work item, and its result."""
+    """Writes the bytes of one work item, and stores its result."""
 
     @property
     def files(self) -> Writable:
         """The target files into which the work item writes."""
 
     def store(self, result: ItemResult) -> ItemResult:
-        """Make the written bytes durable, then store the item's result and return the result."""
+        """Make the written bytes durable, then store the work item's result, and return it."""
 
 
 def work_place(plan: WorkPlan, prepared: Prepared | None = None) -> WorkPlace:
@@ -79,13 +84,13 @@ def work_place(plan: WorkPlan, prepared: Prepared | None = None) -> WorkPlace:
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan with its source open; needed if the target is on a service.
+        prepared: the same plan with its open source; it is needed if the target is on a cloud storage service.
     """
     return _FolderPlace(plan) if prepared is None or not is_url(plan.order.target) else _ServicePlace(plan, prepared)
 
 
 class _FolderPlace:
-    """The hidden folder beside the target, as the place where workers write.
+    """The hidden folder beside the target as the place where workers write.
 
     Args:
         plan: the plan to execute.
@@ -97,18 +102,18 @@ class _FolderPlace:
         self._scratch = self._place.partial / SCRATCH
 
     def refuse_not_begun(self) -> None:
-        """See `WorkPlace`."""
+        """Refuse to write if no work has begun in the folder; see `WorkPlace.refuse_not_begun`."""
         started_task = read_task(self._scratch)
         if started_task is None:
             raise _not_begun(self._plan)
         _refuse_other(self._plan, started_task.key)
 
     def results(self, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-        """See `WorkPlace`."""
+        """Return the stored results of work items; see `WorkPlace.results`."""
         return read_results(self._scratch, item_numbers)
 
     def read_part(self, item: WorkItem) -> PlanPart | None:
-        """See `WorkPlace`."""
+        """Return the stored part of the plan for a work item; see `WorkPlace.read_part`."""
         started_task = read_task(self._scratch) if item.key else None
         if started_task is None or started_task.key != self._plan.task.key:
             return None
@@ -124,7 +129,7 @@ class _FolderPlace:
 
     @contextmanager
     def open_writer(self, _item: WorkItem) -> Iterator[_FolderWriter]:
-        """See `WorkPlace`."""
+        """Open the staged files and the folder of results; see `WorkPlace.open_writer`."""
         if not self._place.partial.is_dir():
             raise _not_begun(self._plan)
         writer = Writer(self._place.partial, sync=True, shared=True)
@@ -139,18 +144,19 @@ class _FolderWriter:
         self.files: Writer = files
 
     def store(self, result: ItemResult) -> ItemResult:
-        """See `ItemWriter`."""
+        """Sync the written files, then store the result; see `ItemWriter.store`."""
         self.files.flush()
         self.files.put(f"{SCRATCH}/{item_file(result.number)}", result.text)
         return result
 
 
 class _ServicePlace:
-    """An object service as the place where workers write: uploads of whole files, and result objects beside the target.
+    """A cloud storage service as the place where workers write: they upload whole files, and store results as objects
+    beside the target.
 
     Args:
         plan: the plan to execute.
-        prepared: the same plan with its source open.
+        prepared: the same plan with its open source.
     """
 
     def __init__(self, plan: WorkPlan, prepared: Prepared) -> None:
@@ -162,7 +168,9 @@ class _ServicePlace:
 
     @property
     def _upload(self) -> SharedUpload:
-        """The target's upload, opened anew in each process, because processes cannot share a service client."""
+        """The target's upload, which each process opens anew, because processes cannot share the client of a
+        service.
+        """
         from transaxle.formats.store.shared_upload import SharedUpload
 
         if self._open_upload is None or self._open_upload[0] != os.getpid():
@@ -170,7 +178,7 @@ class _ServicePlace:
         return self._open_upload[1]
 
     def refuse_not_begun(self) -> None:
-        """See `WorkPlace`."""
+        """Refuse to write if no work has begun on the service; see `WorkPlace.refuse_not_begun`."""
         self._current_upload()
 
     def _current_upload(self) -> UploadRecord:
@@ -181,16 +189,16 @@ class _ServicePlace:
         return started_upload
 
     def results(self, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-        """See `WorkPlace`."""
+        """Return the stored results of work items; see `WorkPlace.results`."""
         return results_on(self._upload, self._current_upload().token, item_numbers)
 
     def read_part(self, item: WorkItem) -> PlanPart | None:  # noqa: ARG002 - as in a folder
-        """Return None, because a worker that sends whole files needs their headers, and so must plan."""
+        """Return None: a worker that uploads whole files needs their headers, so it must make the plan again."""
         return None
 
     @contextmanager
     def open_writer(self, item: WorkItem) -> Iterator[_ServiceWriter]:
-        """See `WorkPlace`."""
+        """Continue the uploads of a work item's files; see `WorkPlace.open_writer`."""
         from transaxle.formats.store.shared_upload import FileSender
 
         upload, started_upload = self._upload, self._current_upload()
@@ -206,7 +214,9 @@ class _ServicePlace:
             files.close()
 
     def _parts_on_service(self, started_upload: UploadRecord, item: WorkItem) -> Mapping[str, Mapping[int, StoredPart]]:
-        """Return the uploaded parts of each file, from workers that left no result; ask the service once per file."""
+        """Return file -> part number -> uploaded part, for workers that left no result; the service is asked once per
+        file.
+        """
         for file in item.files:
             if (started_upload.token, file) not in self._part_cache and file in started_upload.uploads:
                 parts = self._upload.calls.list_parts(started_upload.places[file], started_upload.uploads[file], file)
@@ -223,7 +233,9 @@ class _ServiceWriter:
         self._item = item
 
     def store(self, result: ItemResult) -> ItemResult:
-        """See `ItemWriter`; also writes digests inside a file, because one work item writes all of its tensors."""
+        """Complete the uploads, and store the result; see `ItemWriter.store`. Digests inside a file are written too,
+        because one work item writes all tensors of the file.
+        """
         draft = self._prepared.draft
         if self._item.files and draft.seal is not None:
             tensors = join_spans(self._prepared.plan, result.finished)
@@ -234,15 +246,15 @@ class _ServiceWriter:
 
 
 def results_on(upload: SharedUpload, token: str, item_numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-    """Return the results of work items that are stored beside a target on a service, since the work was last begun.
+    """Return the results of work items that were stored beside a target on a service since the work was last begun.
 
     Args:
         upload: the target's upload.
-        token: identifies the last beginning of the work; results with a different token are ignored.
-        item_numbers: numbers of the work items to look for; None: all.
+        token: identifies the last time the work was begun; results with a different token are ignored.
+        item_numbers: numbers of the work items whose results are returned; None means all.
 
     Raises:
-        StorageError: IO, if the service fails.
+        StorageError: with code IO, if the service fails.
     """
     results = {}
     for number in upload.hidden.numbers() if item_numbers is None else item_numbers:
@@ -254,7 +266,7 @@ def results_on(upload: SharedUpload, token: str, item_numbers: Iterable[int] | N
 
 
 def division_of(plan: WorkPlan) -> str:
-    """Return a hash of how a plan is divided among work items: which item writes which files."""
+    """Return a hash of a plan's division into work items, that is, which work item writes which files."""
     return digest(msgspec.json.encode([item.files for item in plan.items]))
 
 
@@ -264,15 +276,15 @@ def task_text(task: Task) -> str:
 
 
 def task_from(text: str) -> Task:
-    """Parse the text of a task. Inverse: `task_text`."""
+    """Parse the text of a task. Its inverse is `task_text`."""
     return msgspec.json.decode(text, type=Task)
 
 
 def refuse_existing(plan: WorkPlan) -> None:
-    """Refuse to begin the work if the target exists, unless the plan replaces the target.
+    """Refuse to begin the work if the target exists, unless the plan replaces it.
 
     Raises:
-        UsageError: EXISTS, if the target exists.
+        UsageError: with code EXISTS, if the target exists.
     """
     if _exists(plan):
         raise refuse("EXISTS", "the target already exists", file=plan.order.target, hint=_THERE)

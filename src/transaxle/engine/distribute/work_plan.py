@@ -1,19 +1,19 @@
-"""A conversion as data that other processes can execute, and its division into work items.
+"""A conversion as data that other processes can execute, and the division of its plan into work items.
 
-An item is a part of the plan that one worker does alone, of about the same size as the others. A tensor is divided only
-into the spans in which it is hashed, and only if it is copied unchanged; the buffers of an encoded tensor stay
-together. Checks that may refuse a conversion come first: copies that must be equal, and values that may become
-infinite.
+A work item is the part of a plan that one worker does alone; all work items have about the same size. A tensor is
+divided only into the spans in which it is hashed, and only if it is copied unchanged. The buffers of an encoded tensor
+stay in one work item. Checks that may refuse a conversion are done first: comparing copies that must be equal, and
+measuring values that may become infinite.
 
-On a service an object has a single writer. There an item is one file or several: small ones, or files that share
-tensors, each having parts of them. A tensor that still lies in the files of several items (a replica for each rank) is
-produced by each of them.
+On a cloud storage service, each file has a single writer. So there a work item consists of whole files: one large file,
+several small files, or files that contain parts of the same tensors. A tensor that several work items need for their
+files (a replica for each rank) is produced by each of these work items.
 
-A plan file says what to plan, and which numbers of the plan each item covers. The driver, which begins and commits,
-opens the source and plans again; it must arrive at the same plan over the same files, or it refuses. The parts of the
-items are stored beside the staged files, each as a range of one file, so that a worker reads those of its items instead
-of planning; an item has the hash of its part. If the source is seen through a view (decoded, cast, averaged), which
-cannot be stored, workers plan too.
+A plan file contains what to convert, and which tensors and checks of the plan each work item covers. The driver, which
+begins and commits the work, opens the source and makes the plan again. The plan and the files of the source must be the
+same as before, or the driver refuses them. The part of the plan for each work item is stored in one file beside the
+staged files, with its byte range and hash in the work item. A worker reads its part from there instead of planning. If
+tensors of the source are decoded, cast or averaged, these parts cannot be stored, so workers make the plan again.
 """
 
 from __future__ import annotations
@@ -56,55 +56,57 @@ _VERSION = 1
 _LONGEST = 1 << 28
 _PLAN_AGAIN = "Plan again with this program:  transaxle plan SRC DST --to … --write PLAN."
 _ITEM_BYTES = 1 << 30
-"""Number of bytes per item if the user gives no number of items."""
+"""Number of bytes per work item if the user gives no number of work items."""
 _MAX_ITEMS = 4096
-"""Largest number of items if the user gives no number of items."""
+"""Largest number of work items if the user gives no number of work items."""
 _CHEAP = 8
-"""Producing tensors again for another file is cheap if it costs at most one part in this many of the file's size."""
+"""Producing tensors a second time, for another file, is cheap if their size is at most the file's size divided by this
+number.
+"""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ranges of numbers, each as (start, stop)."""
+"""Ranges of numbers, each as (start, stop); stop is not included."""
 
 
 class _Piece(msgspec.Struct, frozen=True):
-    """A part of a plan that is not divided further among work items."""
+    """A part of a plan that is never divided among several work items."""
 
     nbytes: int
-    """Number of bytes that the part moves or reads."""
+    """Number of bytes that this part of the plan moves or reads."""
     kind: str
-    """Name of the field of `WorkItem` that receives `numbers`."""
+    """Name of the field of `WorkItem` into which `numbers` is written."""
     numbers: Sequence[int]
-    """Indices of the plan's units, checks or recoded tensors that the part covers."""
+    """Indices of the plan's tensors (or spans of tensors), checks or recoded tensors that this part covers."""
     files: tuple[str, ...] = ()
-    """Target files that the part fills completely; empty if workers share files."""
+    """Target files that this part fills completely; empty if several workers may write into one file."""
 
 
 class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversion as plain data: everything that determines its result."""
+    """A conversion as plain data: all arguments that determine its result."""
 
     source: str
     """Absolute path or URL of the source."""
     target: str
     """Absolute path or URL of the target."""
     to: str
-    """Format and dialect of the target, `FORMAT[:DIALECT]`."""
+    """File format and dialect of the target, written as `FORMAT[:DIALECT]`."""
     reading: dict[str, Any]
-    """Options of `open_checkpoint` as plain data; a config is given by its content."""
+    """Options of `open_checkpoint` as plain data; a config is stored as its content."""
     rules: str | None = None
-    """Text of the user's rules file; None if there is none."""
+    """Text of the user's rules file; None without a rules file."""
     shaping: dict[str, Any] = {}
     """Options of `make_plan` that are plain data."""
     encode: Encode | None = None
-    """Which tensors to encode, and how; None: encode no tensor."""
+    """Which tensors to encode, and in which number format; None means that no tensor is encoded."""
     degrees: Degrees | None = None
-    """Parallel degrees of a target with files for each rank; None for targets without files for each rank."""
+    """Parallel degrees of a target with separate files for each rank; None for all other targets."""
 
     @contextmanager
     def prepare(self) -> Iterator[Prepared]:
-        """Return a context that opens the source and plans; the files stay open until the context ends.
+        """Return a context that opens the source and makes the plan; the files stay open until the context ends.
 
         Raises:
-            TransaxleError: errors of `open_checkpoint` and `make_plan`.
+            TransaxleError: any error that `open_checkpoint` and `make_plan` raise.
         """
         with tempfile.TemporaryDirectory(prefix="transaxle-rules-") as folder:
             reading = dict(self.reading)
@@ -133,15 +135,15 @@ def order(
     Args:
         src: path or URL of the source.
         dst: path or URL of the target.
-        to: format and dialect of the target, `FORMAT[:DIALECT]`.
-        reading: options of `open_checkpoint`, from `read_options`.
+        to: file format and dialect of the target, written as `FORMAT[:DIALECT]`.
+        reading: options of `open_checkpoint`, as returned by `read_options`.
         shaping: options of `make_plan` that are plain data.
-        encode: which tensors to encode, and how.
-        degrees: parallel degrees of a target with files for each rank.
+        encode: which tensors to encode, and in which number format.
+        degrees: parallel degrees of a target with separate files for each rank.
 
     Raises:
-        Refused: UNSUPPORTED for a target that several workers cannot write.
-        TransaxleError: errors of reading the config file and the rules file.
+        Refused: with code UNSUPPORTED, if several workers cannot write the target.
+        TransaxleError: any error of reading the config file or the rules file.
     """
     local_target = local_path(dst) if is_url(dst) else dst
     plain = {name: value for name, value in reading.items() if value is not None}
@@ -167,47 +169,49 @@ def order(
 
 
 def _absolute(path: str) -> str:
-    """Return a path that other processes can use; links are not resolved."""
+    """Return an absolute path, which processes with a different working folder can use; links are not resolved."""
     return path if is_url(path) else os.path.abspath(path)  # noqa: PTH100
 
 
 class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Work item: a part of a plan that one worker does alone."""
+    """The part of a plan that one worker does alone."""
 
     number: int
-    """Index of the item in the plan."""
+    """Index of the work item in the plan."""
     nbytes: int
-    """Number of bytes that the item moves, or reads to compare and to measure."""
+    """Number of bytes that the work item moves, or reads to compare and to measure."""
     tensors: Ranges = ()
-    """Indices of the plan's units to write: tensors, and spans of large tensors."""
+    """Indices of the plan's tensors, and of spans of its large tensors, to write."""
     checks: Ranges = ()
-    """Indices of the plan's checks to make: pairs of copies to compare."""
+    """Indices of the plan's checks (pairs of copies to compare)."""
     measures: Ranges = ()
     """Indices of the plan's recoded tensors whose errors to measure."""
     files: tuple[str, ...] = ()
-    """Target files that the item writes into."""
+    """Target files into which the work item writes."""
     sources: tuple[str, ...] = ()
-    """Source files that the item reads, those with the most bytes first."""
+    """Source files that the work item reads, the file with the most bytes first."""
     begin: int = 0
-    """Offset of the item's part in the file with the parts of all items."""
+    """Offset of the work item's stored part of the plan, in the file with these parts of all work items."""
     size: int = 0
-    """Size of the item's part in that file, in bytes."""
+    """Size in bytes of the work item's stored part of the plan."""
     key: str = ""
-    """Hash of the item's part; empty if the part is not stored, so that a worker must plan the whole conversion."""
+    """Hash of the work item's stored part of the plan; empty if it is not stored, so that a worker must make the whole
+    plan.
+    """
 
     @property
     def magnitude(self) -> int:
-        """Number of the item's size class: items of about the same size have the same number."""
+        """Number of the work item's size class; work items of about the same size are in the same class."""
         return (3 * self.nbytes).bit_length()
 
     @property
     def is_empty(self) -> bool:
-        """Whether the item has nothing to do."""
+        """Whether the work item contains nothing to do."""
         return not (self.tensors or self.checks or self.measures)
 
 
 class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversion, divided into work items."""
+    """The plan of a conversion, divided into work items."""
 
     form: int = _VERSION
     """Version of the schema of a plan file."""
@@ -216,32 +220,34 @@ class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     order: ConversionOrder
     """The conversion as plain data."""
     task: Task
-    """Identity of the plan, and the state of the source's files."""
+    """Identity of the plan, together with the state of the source's files."""
     overwrite: bool | str = False
-    """Whether to replace a checkpoint at the target; `everything`: also delete all further files in its folder."""
+    """Whether to replace a checkpoint at the target path; `everything` means to delete all other files in its folder
+    too.
+    """
     sync: bool = True
-    """Whether to sync everything to disk before the target appears."""
+    """Whether to sync everything to disk before the target gets its final name."""
     jobs: int | None = None
-    """Number of threads of each worker; None: the worker's own default."""
+    """Number of threads of each worker process; None means the worker's default."""
     memory: int | None = None
-    """Bytes of the buffers of each worker; None: the worker's own default."""
+    """Bytes of the buffers of each worker process; None means the worker's default."""
     items: tuple[WorkItem, ...]
-    """The work items."""
+    """The work items of the plan."""
     files: tuple[str, ...] = ()
-    """Source files whose state is part of the task, if workers need not plan."""
+    """Source files whose state is part of `task`, if workers need not make the plan again."""
     seal: str = ""
-    """Hash of all further fields, computed while `seal` is empty."""
+    """Hash of all other fields, computed with an empty `seal`."""
 
     @property
     def text(self) -> bytes:
-        """The content of a plan file; `read_plan` reads it."""
+        """The content of a plan file, which `read_plan` reads."""
         unsealed = msgspec.json.encode(msgspec.structs.replace(self, seal=""))
         return msgspec.json.encode(msgspec.structs.replace(self, seal=digest(unsealed)))
 
 
 def program_version() -> str:
-    """Return the version of the installed program; empty if it is not installed."""
-    from importlib import metadata  # imported here: only plan files need it
+    """Return the version of the installed Transaxle; return "" if it is not installed."""
+    from importlib import metadata  # imported inside the function, because only plan files need it
 
     try:
         return metadata.version("transaxle")
@@ -254,15 +260,16 @@ def work_plan(order: ConversionOrder, cleared: CheckedPlan, count: int | None = 
 
     Args:
         order: the conversion as plain data.
-        cleared: the plan of this conversion, checked for its target.
-        count: number of items; None: one per GiB.
-        **options: `overwrite`, `sync`, `jobs`, `memory` of `WorkPlan`.
+        cleared: the plan of this conversion, already checked for its target.
+        count: number of work items; None means one work item per GiB.
+        **options: the fields `overwrite`, `sync`, `jobs` and `memory` of `WorkPlan`.
 
     Raises:
-        TransaxleError: a file of the source cannot be read.
+        TransaxleError: if a file of the source cannot be read.
     """
     source = cleared.checkpoint.path
-    if without_commit(source) != source:  # workers must read the planned commit, even if its branch has moved on
+    # workers must read the commit that was planned, even if its branch has a newer commit
+    if without_commit(source) != source:
         order = msgspec.structs.replace(order, source=source)
     items = divide(cleared.plan, count, whole_files=is_url(order.target))
     storage = cleared.checkpoint.container.storage
@@ -276,12 +283,12 @@ def parse_plan(text: bytes, file: str) -> WorkPlan:
     """Parse a plan file.
 
     Args:
-        text: `WorkPlan.text`.
+        text: the content of the plan file (`WorkPlan.text`).
         file: name of the file, for errors.
 
     Raises:
-        Refused: CORRUPT if the text is no plan, or was changed; UNSUPPORTED if a different version of Transaxle wrote
-            it.
+        Refused: with code CORRUPT, if the text is not a plan, or was changed; with code UNSUPPORTED, if a different
+            version of Transaxle wrote it.
     """
     try:
         form = msgspec.json.decode(text, type=_Form).form
@@ -303,16 +310,17 @@ class _Form(msgspec.Struct):
 
 
 def read_plan(path: str) -> WorkPlan:
-    """Read a plan file; raises like `parse_plan` and `read_file`."""
+    """Read a plan file; the errors are those of `parse_plan` and `read_file`."""
     return parse_plan(read_file(path, _LONGEST), path)
 
 
 def write_plan(plan: WorkPlan, path: str) -> None:
-    """Write a plan file, which must not exist; only its owner may read it if a URL in it has a password or a signature.
+    """Write a new plan file. If a URL in it contains a password or a signature, only the file's owner may read the
+    file.
 
     Raises:
-        UsageError: EXISTS, if the file exists.
-        StorageError: IO or NO_SPACE, if the file cannot be written.
+        UsageError: with code EXISTS, if the file exists.
+        StorageError: with code IO or NO_SPACE, if the file cannot be written.
     """
     try:
         places = plan.order.source, plan.order.target
@@ -326,22 +334,22 @@ def write_plan(plan: WorkPlan, path: str) -> None:
 
 
 def parse_part(text: bytes, item: WorkItem) -> PlanPart | None:
-    """Parse a work item's stored part of the plan; None if its hash is not that of the planned part."""
+    """Parse a work item's stored part of the plan; return None if its hash differs from the hash in the work item."""
     if not item.key or digest(text) != item.key:
         return None
     return msgspec.msgpack.decode(text, type=PlanPart)
 
 
 def part_of_item(plan: Plan, item: WorkItem, storage: Storage | None = None) -> PlanPart:
-    """Return the part of a plan that an item does.
+    """Return the part of a plan that a work item does.
 
     Args:
         plan: the whole plan.
         item: the work item.
-        storage: the source, for the versions of its files; None: leave the versions out.
+        storage: storage of the source, from which the versions of its files are taken; None means without versions.
 
     Raises:
-        TransaxleError: a file of the source cannot be read.
+        TransaxleError: if a file of the source cannot be read.
     """
     return PlanPart(
         versions=() if storage is None else tuple((name, storage.version(name)) for name in item.sources),
@@ -352,7 +360,9 @@ def part_of_item(plan: Plan, item: WorkItem, storage: Storage | None = None) -> 
 
 
 def with_parts(plan: Plan, items: Iterable[WorkItem], storage: Storage) -> tuple[WorkItem, ...]:
-    """Return the items of a plan with the offsets and hashes of their parts; raises like `part_of_item`."""
+    """Return the work items with the offsets and hashes of their stored parts; the errors are those of
+    `part_of_item`.
+    """
     keyed_items, offset = [], 0
     for item in items:
         text = part_of_item(plan, item, storage).text
@@ -362,13 +372,13 @@ def with_parts(plan: Plan, items: Iterable[WorkItem], storage: Storage) -> tuple
 
 
 def numbers(ranges: Ranges) -> Iterator[int]:
-    """Yield every number in ranges."""
+    """Yield every number in the given ranges."""
     for first, stop in ranges:
         yield from range(first, stop)
 
 
 def ranges_of(numbers: Iterable[int]) -> Ranges:
-    """Return numbers (in any order, with or without repetition) as ranges. Inverse: `numbers`."""
+    """Return the given numbers, in any order and with or without repetition, as ranges. Its inverse is `numbers`."""
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and ranges[-1][1] == number:
@@ -379,10 +389,11 @@ def ranges_of(numbers: Iterable[int]) -> Ranges:
 
 
 def order_items(items: Iterable[WorkItem]) -> list[WorkItem]:
-    """Return work items in the order in which they should begin: checks that may refuse first, then large items.
+    """Return work items in the order in which they should begin: first those with checks that may refuse, then large
+    ones.
 
-    A large item that begins last would let all workers but one wait. Items of about the same size stay in file order,
-    so that concurrent workers read and write near each other.
+    If a large work item began last, all workers but one would have to wait for its end. Work items of about the same
+    size stay in file order, so that concurrent workers read and write at nearby places.
     """
     return sorted(items, key=lambda item: (not (item.checks or item.measures), -item.magnitude))
 
@@ -392,12 +403,13 @@ def divide(plan: Plan, count: int | None = None, *, whole_files: bool = False) -
 
     Args:
         plan: the whole plan.
-        count: number of items, of which some are empty if there are fewer units or files. None: one per GiB.
-        whole_files: whether each target file belongs to a single item.
+        count: number of work items, some of which are empty if the plan has fewer tensors or files. None means one work
+            item per GiB.
+        whole_files: whether each target file belongs to a single work item.
 
     Raises:
-        TypeError: `count` is no number.
-        ValueError: `count` is less than one.
+        TypeError: if `count` is not a number.
+        ValueError: if `count` is less than one.
     """
     pieces = [*_check_pieces(plan), *(_file_pieces(plan) if whole_files else _tensor_pieces(plan))]
     total = sum(piece.nbytes for piece in pieces)
@@ -407,7 +419,8 @@ def divide(plan: Plan, count: int | None = None, *, whole_files: bool = False) -
     shares: list[list[_Piece]] = [[] for _ in range(count)]
     offset = 0
     for number, piece in enumerate(pieces):
-        # With more pieces than items, a piece goes to the item whose share of all bytes contains its middle.
+        # If there are more pieces than work items, a piece belongs to the work item whose share of all bytes contains
+        # its middle.
         middle = min(count - 1, (offset + piece.nbytes // 2) * count // total) if total else 0
         shares[number if len(pieces) <= count else middle].append(piece)
         offset += piece.nbytes
@@ -439,7 +452,7 @@ def _item(plan: Plan, number: int, share: Sequence[_Piece]) -> WorkItem:
 
 
 def _check_pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield a piece for each check that may refuse the conversion."""
+    """Yield a piece (indivisible part of the plan) for each check that may refuse the conversion."""
     for number, check in enumerate(plan.checks):
         yield _Piece(2 * check.nbytes, "checks", [number])
     for number, step in enumerate(plan.recoded):
@@ -448,7 +461,7 @@ def _check_pieces(plan: Plan) -> Iterator[_Piece]:
 
 
 def _tensor_pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield the units of a plan as pieces; the buffers of an encoded tensor share one piece."""
+    """Yield the plan's tensors, and spans of tensors, as pieces; the buffers of an encoded tensor are in one piece."""
     together: dict[str, list[int]] = {}
     for number, tensor in enumerate(plan.units):
         if tensor.step is not None:
@@ -460,10 +473,11 @@ def _tensor_pieces(plan: Plan) -> Iterator[_Piece]:
 
 
 def _file_pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield the units of each target file as a piece; units without bytes belong to no file.
+    """Yield, for each target file, its tensors and spans of tensors as one piece; those without bytes belong to no
+    file.
 
-    A unit that lies in several files is produced again for each file. If that costs much compared with the files' size,
-    for example because ranks share every tensor, these files form one piece.
+    A tensor that is in several files is produced again for each file. If that is expensive compared with the files'
+    size, for example because ranks share every tensor, these files form one piece together.
     """
     places: list[dict[str, int]] = []
     own_bytes, extra_bytes = Counter[str](), Counter[str]()

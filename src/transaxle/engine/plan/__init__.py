@@ -1,1 +1,1 @@
-"""Planning a whole conversion of a checkpoint before any byte is moved."""
+"""Planning a complete conversion of a checkpoint before any byte is moved."""

@@ -1,8 +1,8 @@
-"""Making a plan: reads only catalogs (names, dtypes, shapes), and gathers all refusals before anything is written.
+"""Makes a plan of a conversion from catalogs (names, dtypes, shapes), and collects all refusals before writing.
 
-First it chooses the target (format, dialect, the weights for a hub), then which source tensors become which target
-tensors, then the target's files; from these follow the copies. Names that the target cannot have, colliding files and
-all other problems are refused together, in the plan.
+The plan first fixes the target (file format, dialect, number format of weights), then the source tensors for each
+target tensor, then the target's files. The byte copies follow from these choices. Names that the target cannot have,
+colliding files and all other problems are collected as refusals of the plan.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ _LARGEST = 1 << 44
 """Largest number of elements that a tensor may plausibly have."""
 _MISSHAPEN = "SHAPE_MISMATCH"
 _READ_NO_CODES = frozenset({"automodel", "megatron", "megatron_dist", "megatron_layers", "torchtitan"})
-"""Dialects of trainers that load their own checkpoints with DCP, or by name into parameters: both cast codes, and do
-not look for scales. torchtitan and Automodel read codes only from the hub's files.
+"""Dialects of trainers that load their own checkpoints with DCP, or by name into parameters. Both ways cast quantized
+codes without looking for scales. torchtitan and Automodel can read codes only from safetensors files of the hub.
 """
 _FOR_ANY = frozenset({SAFETENSORS.name, "torch"})
-"""Formats that no trainer of these dialects loads, apart from the hub's files."""
+"""File formats, other than the hub's safetensors files, that no trainer of these dialects loads."""
 _FRAMEWORK = {"format": "pt"}
-"""Header metadata that readers expect in every file."""
+"""Header metadata that programs expect in every safetensors file."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A plan, with the open source and the layout of the target files, which its execution needs."""
+    """A plan, with the open source and the layout of the target files that executing the plan needs."""
 
     plan: Plan
-    """The plan."""
+    """The plan of the conversion."""
     checkpoint: Checkpoint
     """The open source checkpoint."""
     draft: Draft
@@ -91,12 +91,12 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 HUB = (SAFETENSORS.name, "hf")
-"""Format and dialect of a model on a hub. A target in it has optimizer state only if the user asks for it, because
-programs that download a model expect none."""
+"""File format and dialect of a model on a hub. Such a target has optimizer state only on request, because programs that
+download a model expect none."""
 
 
 def for_hub(to: str) -> bool:
-    """Tell whether a text `FORMAT[:DIALECT]` means the layout of a model on a hub; raises like `parse_to`."""
+    """Return whether a text `FORMAT[:DIALECT]` is the layout of a model on a hub; raises errors of `parse_to`."""
     form, label = parse_to(to)
     return (form, (label or IDENTITY).partition("@")[0]) == HUB
 
@@ -114,20 +114,20 @@ def make_plan(
     encode: Encode | None = None,
     degrees: Degrees | None = None,
 ) -> Prepared:
-    """Plan a conversion.
+    """Plan a conversion of an open checkpoint.
 
     Args:
         checkpoint: the open source checkpoint.
-        to: format and dialect of the target, `FORMAT[:DIALECT]`.
-        shard_size: largest number of bytes of tensors in a file.
-        allow_lossy: allow a dialect's arithmetic, which rounds.
-        strict: refuse tensors without a line in the target dialect, instead of keeping their names.
-        target: path or URL of the target; a single file has no shards.
-        encode: which tensors to encode, and how.
-        degrees: parallel degrees of a target with files for each rank.
+        to: file format and dialect of the target, written as `FORMAT[:DIALECT]`.
+        shard_size: largest number of bytes of tensors in one file.
+        allow_lossy: whether to allow the arithmetic of a dialect, which rounds values.
+        strict: whether to refuse tensors that the target dialect does not know, instead of keeping their names.
+        target: path or URL of the target; a target that is a single file has no shards.
+        encode: which tensors to encode, and in which number format.
+        degrees: parallel degrees of a target with separate files for each rank.
 
     Returns:
-        The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise.
+        The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise an error.
     """
     if shard_size < 1:
         raise ValueError(f"shard_size must be positive, not {shard_size}")
@@ -192,10 +192,10 @@ def _with_other_files(
 
     Args:
         checkpoint: the source checkpoint.
-        draft: draft of the files with tensors.
-        configs: file name -> new content; None: the file is left out.
-        problems: receives refusals of files that cannot be copied.
-        single: whether the target is one file.
+        draft: layout of the files with tensors.
+        configs: file name -> new content; None means that the file is omitted.
+        problems: list to which refusals of files that cannot be copied are added.
+        single: whether the target is a single file.
     """
     carried = {name: size for name, size in _files_to_copy(checkpoint, draft, problems).items() if name not in configs}
     problems.extend(refuse_clashes((*draft.files, *(() if single else carried))))
@@ -209,14 +209,14 @@ def _configs_left_out(configs: Mapping[str, bytes | None]) -> Iterator[str]:
 def _target_notes(
     checkpoint: Checkpoint, draft: Draft, configs: Mapping[str, bytes | None], to: str, carried: Collection[str] | None
 ) -> Iterator[str]:
-    """Yield notes on the target's config, an adapter, and formats that a dialect's programs load.
+    """Yield notes about the target's config, an adapter, and file formats that the dialect's programs can load.
 
     Args:
-        checkpoint: the source.
-        draft: draft of the target's files.
-        configs: rewritten config files.
-        to: `FORMAT[:DIALECT]`.
-        carried: files that are copied beside the tensors; None: the target is one file.
+        checkpoint: the source checkpoint.
+        draft: layout of the target's files.
+        configs: file name -> content of rewritten config files.
+        to: file format and dialect of the target, written as `FORMAT[:DIALECT]`.
+        carried: files that are copied beside the tensors; None means that the target is a single file.
     """
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
     yield from edit_notes(checkpoint.container.storage, carried or ())
@@ -241,7 +241,7 @@ def _unread_code_notes(view: View, encoded: Collection[str], form: str, target_d
 
 
 def _loadable_targets(to: str) -> tuple[str, Sequence[str]]:
-    """Return the framework of a bare dialect, and targets that it can load; no targets if it can load safetensors."""
+    """Return a dialect's framework and targets that it can load; no targets if the framework can load safetensors."""
     format_dialects = {name: kind.dialects for name, kind in builtin().items() if kind.draft and kind.dialects}
     name = to.partition("@")[0]
     if name == "te" or any(to in dialects for dialects in format_dialects.values()):
@@ -252,7 +252,7 @@ def _loadable_targets(to: str) -> tuple[str, Sequence[str]]:
 
 
 def _with_view_dialect(checkpoint: Checkpoint, to: str) -> str:
-    """Return `FORMAT[:DIALECT]`; if no dialect is given, add the view's, unless the format has its own dialects."""
+    """Return `FORMAT[:DIALECT]`; if it names no dialect, add the view's dialect, unless the format has its own."""
     form, label = parse_to(to)
     return (
         f"{form}:{checkpoint.shown_as}"
@@ -265,16 +265,17 @@ def _with_view_dialect(checkpoint: Checkpoint, to: str) -> str:
 def _choose_target(
     checkpoint: Checkpoint, to: str, degrees: Degrees | None
 ) -> tuple[Checkpoint, str, str, list[Refusal], View | None]:
-    """Return what to write: the source, format and dialect of the target, refusals, and the translation if it is known.
+    """Return the source to write, format and dialect of the target, refusals, and the translation if it is known.
 
     Raises:
-        Refused: UNSUPPORTED for a format that cannot be written, or not for several ranks.
+        Refused: with code UNSUPPORTED, if the format cannot be written, or not for several ranks.
         UsageError: any error that `parse_to` or `_default_dialect` raises.
     """
     form, label = parse_to(to)
     kind = get_format(form)
     is_adapter = checkpoint.stored_names.is_adapter
-    if label and not is_adapter and checkpoint.family is None:  # an unknown label is reported before unknown names
+    # an unknown dialect label is reported before unknown tensor names
+    if label and not is_adapter and checkpoint.family is None:
         check_dialect(label, checkpoint.settings.families, () if ":" in to else writable())
     if label and label != IDENTITY and is_adapter:
         checkpoint, label = checkpoint.as_dialect(label), IDENTITY
@@ -295,7 +296,8 @@ def _choose_target(
         message = f"{kind.title} is read at any degrees; --tp says for how many ranks the vocabulary is padded"
         raise refuse("UNSUPPORTED", message, hint="Omit --pp and --ep.")
     if "parts" in kind.draft_takes or degrees is not None:
-        from transaxle.engine.plan.rank_parts import pad_for_ranks  # few formats have files for each rank
+        # only a few formats have separate files for each rank
+        from transaxle.engine.plan.rank_parts import pad_for_ranks
 
         checkpoint = (
             checkpoint
@@ -306,7 +308,7 @@ def _choose_target(
         weights, refusals = _prepare_for_hub(checkpoint)
         return weights, form, target_dialect, refusals, known_view if weights is as_opened else None
     checkpoint = _prepare_for_format(checkpoint, kind)
-    if kind.full_precision:  # the format stores a parameter's values together with its state
+    if kind.full_precision:  # the format stores a parameter's values together with its optimizer state
         checkpoint = checkpoint.with_state_of(frozenset())
         if target_dialect == IDENTITY and has_state_of_other_names(checkpoint):
             target_dialect = checkpoint.reading.dialect.label
@@ -314,13 +316,13 @@ def _choose_target(
 
 
 def _default_dialect(checkpoint: Checkpoint, kind: Format) -> tuple[str, View | None]:
-    """Return the default dialect of a format: the first of its own dialects that can be written.
+    """Return the default dialect of a format: the first of the format's own dialects that can be written.
 
-    If the choice required a translation, the translation is returned too.
+    If the choice required a translation of the tensors, the translation is returned too.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY or AMBIGUOUS if the format has dialects, but the family is unknown or has none of
-            them.
+        UsageError: with code UNKNOWN_FAMILY or AMBIGUOUS, if the format has its own dialects, but the family is unknown
+            or has none of them.
     """
     if not kind.dialects:
         return IDENTITY, None
@@ -339,7 +341,7 @@ def _default_dialect(checkpoint: Checkpoint, kind: Format) -> tuple[str, View | 
 
 
 def _prepare_for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
-    """Return a checkpoint whose weights have the encoding that a hub's readers expect, and refusals."""
+    """Return a checkpoint whose weights are encoded as programs that load from a hub expect, and refusals."""
     weights, refusals = to_hub_encoding(without_training(checkpoint))
     return (weights.without_optimizer() if weights.settings.optimizer is None else weights), refusals
 
@@ -347,8 +349,8 @@ def _prepare_for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]
 def _prepare_for_format(checkpoint: Checkpoint, kind: Format) -> Checkpoint:
     """Return a checkpoint with full-precision weights, if the format cannot store weights twice.
 
-    This replaces weights that the checkpoint also has in low precision, so the user may forbid it: with `--weights lp`
-    there is no place for the optimizer's copies, which is an error.
+    These replace low-precision weights of the checkpoint, so the user may forbid it with `--weights lp`. Then the
+    target has no place for the optimizer's copies, which is an error.
     """
     if not kind.full_precision or checkpoint.settings.weights is not None:
         return checkpoint
@@ -362,13 +364,13 @@ def _prepare_for_format(checkpoint: Checkpoint, kind: Format) -> Checkpoint:
 def _translate(
     checkpoint: Checkpoint, to: tuple[str, str], encode: Encode | None, known_view: View | None = None, *, bare: bool
 ) -> tuple[View, Sequence[str], list[Refusal], Sequence[str]]:
-    """Return the target's tensors, the names of the tensors to encode, refusals, and notes.
+    """Return the target's tensors, the names of tensors to encode, refusals, and notes for the user.
 
-    A dialect may have other lines for encoded tensors, so the choice of tensors determines their layout.
+    A dialect may have different table lines for encoded tensors, so the layout depends on which tensors are encoded.
     """
     form, target_dialect = to
     if bare and target_dialect != IDENTITY and checkpoint.reading.family.dialect(target_dialect) is None:
-        pick_dialect(checkpoint.reading.family, target_dialect, writable())  # a bare name may be meant as a format
+        pick_dialect(checkpoint.reading.family, target_dialect, writable())  # a single name may be meant as a format
     view = known_view or checkpoint.translation(target_dialect)
     if target_dialect == IDENTITY and (encode is not None or checkpoint.decoded):
         catalog = checkpoint.catalog
@@ -381,7 +383,7 @@ def _translate(
         if target_dialect != IDENTITY:
             view = checkpoint.translation(target_dialect, make_recode(names, encode.encoding))
     if target_dialect == IDENTITY and checkpoint.settings.family is not None and not checkpoint.stored_names.is_adapter:
-        # If the user names the family, shapes must also agree with its rules.
+        # If the user names the family, shapes must also agree with the family's mapping rules.
         own_view = checkpoint.translation(checkpoint.reading.dialect.label)
         misfits.extend(refusal for refusal in own_view.refusals if refusal.code == _MISSHAPEN)
     if target_dialect == IDENTITY and (names or checkpoint.decoded):
@@ -394,7 +396,7 @@ def _translate(
 
 
 def _outputs(view: View, names: Iterable[str], encoding: str, plain: Iterable[str | None]) -> list[OutputTensor]:
-    """Return the output tensors of a view, with buffers for encoded tensors, and without those stored as plain data."""
+    """Return the output tensors of a view: encoded tensors as buffers, tensors stored as plain data omitted."""
     encoded, stored, outputs, omitted = frozenset(names), view.stored, list[OutputTensor](), frozenset(plain)
     for name, target in view.targets.items():
         if name in omitted:
@@ -416,7 +418,7 @@ def _outputs_by_name(written: Sequence[OutputTensor], problems: list[Refusal]) -
         return outputs
     outputs = {}
     for product in written:
-        if product.shape in too_large:  # laying out so large a tensor would never end
+        if product.shape in too_large:  # computing the layout of so large a tensor would never end
             message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
             problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
             continue
@@ -439,7 +441,7 @@ def _draft_files(
     shard_size: int | None,
     problems: list[Refusal],
 ) -> tuple[Draft, list[str]]:
-    """Lay out the target's files in a format and dialect; also return the source's notes that cannot be kept."""
+    """Lay out the target's files in a format and dialect; also return the source's notes that cannot be stored."""
     form, target_dialect = to
     specs = [Spec(product.name, product.dtype, product.shape) for product in written.values()]
     keys = [natural(spec.name) for spec in specs]
@@ -452,7 +454,7 @@ def _draft_files(
         elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
             continue
         elif checkpoint.format != form or key.partition(":")[0] in files:
-            left_out.append(f"note {key}")  # the note concerns the source's format, or only one of its shards
+            left_out.append(f"note {key}")  # the note concerns the source's file format, or only one of its shard files
         else:
             metadata[key] = value
     kind = get_format(form)
@@ -477,7 +479,7 @@ def _draft_files(
 
 
 def _notes(checkpoint: Checkpoint, target_dialect: str) -> dict[str, Any]:
-    """Return the part of the container's metadata that is still true of the target."""
+    """Return those entries of the container's metadata that are also true of the target."""
     notes = dict(checkpoint.metadata)
     if not describes_codes(notes):
         return notes
@@ -487,7 +489,7 @@ def _notes(checkpoint: Checkpoint, target_dialect: str) -> dict[str, Any]:
 def _draft_options(
     checkpoint: Checkpoint, view: View, source: Source, kind: Format, problems: list[Refusal]
 ) -> dict[str, Any]:
-    """Return options for drafts: settings and counters of the run, a reader of small tensors, cuts of chunks."""
+    """Return options for the layout of the target's files: run settings, reader of small tensors, cuts."""
     stored_groups = checkpoint.container.metadata.get(GROUPS, ())
     groups = rename_groups(stored_groups, view.targets, problems) if stored_groups else []
 
@@ -515,7 +517,7 @@ def _ranks_options(
     axes: Mapping[str, int],
     problems: list[Refusal],
 ) -> dict[str, Any]:
-    """Return draft options for a target with files for each rank, or for a number of ranks."""
+    """Return layout options for a target with separate files for each rank, or made for a number of ranks."""
     if "parts" not in kind.draft_takes:
         return {} if degrees is None else {"degrees": degrees}
     from transaxle.engine.plan.rank_parts import rank_draft_options
@@ -524,7 +526,7 @@ def _ranks_options(
 
 
 def _files_to_copy(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
-    """Return name -> size of the source's files that are copied beside the tensors."""
+    """Return file name -> size, for the source's files that are copied beside the tensors."""
     storage = checkpoint.container.storage
     sizes = {}
     for name in checkpoint.container.carried:
@@ -543,7 +545,7 @@ def _files_to_copy(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]
 def _plan_tensors(
     source: Source, written: Mapping[str, OutputTensor], draft: Draft, allow_lossy: bool, problems: list[Refusal]
 ) -> list[PlannedTensor]:
-    """Plan every tensor in file order; if the files could not be laid out, still collect the tensors' refusals."""
+    """Plan every tensor, in file order; if the files could not be laid out, still collect refusals of tensors."""
     planned = []
     draft_copies = draft.copies
     entries: Mapping[str, Entry | None] = draft.entries or dict.fromkeys(written)
@@ -571,7 +573,7 @@ def _plan_tensors(
 
 
 def _places(entry: Entry, extents: Sequence[Extent]) -> tuple[Transfer, ...]:
-    """Return where a tensor's bytes go in the target's files, chunk by chunk, sorted by position in the tensor."""
+    """Return where a tensor's bytes are written in the target's files, sorted by position in the tensor."""
     if len(extents) == 1 and extents[0].shape == entry.shape:
         return (Transfer(extents[0].file, extents[0].offset, 0, entry.nbytes),)
     bits = ITEM_BITS.get(entry.dtype, 8)
@@ -592,7 +594,7 @@ def require_ready(prepared: Prepared) -> Plan:
     """Return the plan if it has no refusals.
 
     Raises:
-        TransaxleError: all refusals of the plan together.
+        TransaxleError: one error with all refusals of the plan.
     """
     if prepared.plan.refusals:
         raise gathered(prepared.plan.refusals)
@@ -600,7 +602,7 @@ def require_ready(prepared: Prepared) -> Plan:
 
 
 def sizes_to_record(sizes: Mapping[str, int], family: Family, label: str) -> dict[str, int]:
-    """Return the axis sizes to record with a target dialect: all except padding that the dialect does not have."""
+    """Return the axis sizes to record for a target dialect: all sizes except padding that the dialect does not have."""
     target = family.dialect(label)
     if target is None:
         return dict(sizes)
@@ -613,14 +615,14 @@ def _padding(dialect: Dialect) -> set[str]:
 
 
 def axes_without_size(bound: BoundNames, given_sizes: Sizes, all_sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return axis -> size that the names show, for axes in names (layers, experts) whose size nothing else states.
+    """Return axis -> size counted in tensor names, for axes in names (layers, experts) whose size nothing else states.
 
-    A gap in the numbers is detected, but a missing last layer cannot be; so a plan shows these sizes.
+    A gap in the numbers is detected, but a missing last layer cannot be detected. So a plan shows these sizes.
 
     Args:
-        bound: the stored names.
-        given_sizes: axis sizes from config, manifest and user.
-        all_sizes: all axis sizes, including those that follow from names and shapes.
+        bound: the stored tensor names, matched with their dialect.
+        given_sizes: axis sizes from the config, the manifest and the user.
+        all_sizes: all axis sizes, including sizes that follow from names and shapes.
     """
     name_axes = {axis for line, _ in bound.names for axis in line.name.axes}
     return {axis: all_sizes[axis] for axis in sorted(name_axes & all_sizes.keys() - given_sizes.at({}).keys())}
@@ -640,18 +642,18 @@ _RENAME = "Rename one of them in the source."
 
 
 def parse_to(to: str) -> tuple[str, str | None]:
-    """Split `FORMAT[:DIALECT]`, or `DIALECT` alone, which is short for `safetensors:DIALECT`.
+    """Split a target `FORMAT[:DIALECT]`, or `DIALECT` alone, which means `safetensors:DIALECT`.
 
     Returns:
-        Format and dialect; None as dialect means the source's own names.
+        The format and the dialect; None as dialect means the source's own names.
 
     Raises:
-        UsageError: AMBIGUOUS for an unknown format, and for a text that is no name of a format or dialect.
-        Refused: UNSUPPORTED for a format that cannot be written.
+        UsageError: with code AMBIGUOUS, if the format is unknown, or the text is no name of a format or dialect.
+        Refused: with code UNSUPPORTED, if the format cannot be written.
     """
     first, colon, second = to.partition(":")
     if not colon and (first == IDENTITY or is_dialect(first)):
-        return SAFETENSORS.name, first  # checked first: a built-in dialect needs no search for plugins
+        return SAFETENSORS.name, first  # checked first, because for a built-in dialect no plugins need to be searched
     kind = registry.find(first)
     if kind is not None and kind.draft:
         return first, second or None
@@ -667,7 +669,7 @@ def parse_to(to: str) -> tuple[str, str | None]:
 
 
 def _correct_format(first: str, second: str) -> str:
-    """Return a correction of `first:second` in which the first word is no format; empty if there is none."""
+    """Return a correction of `first:second` whose first word is no format; return "" if there is none."""
     if hint := other_meaning(first):
         return hint
     if second in registry.writable():
@@ -683,7 +685,7 @@ def _correct_format(first: str, second: str) -> str:
 
 
 def _correct_name(to: str) -> str:
-    """Return a correction of a text that cannot be a name: it is a path, or has a wrong sign instead of a colon."""
+    """Return a correction of a text that cannot be a name: a path, or a name with a wrong character for a colon."""
     words = re.split(r"[^\w@.-]+", to)
     if len(words) == 2:
         for form, label in (words, reversed(words)):
@@ -695,14 +697,14 @@ def _correct_name(to: str) -> str:
 
 
 def is_one_file(target: str | None) -> bool:
-    """Tell whether the name of a target ends like the name of a single-file checkpoint."""
+    """Return whether a target's name ends like that of a checkpoint in a single file (such as `.safetensors`)."""
     return target is not None and registry.is_one_file(target)
 
 
 def refuse_name(target: str | None, form: str) -> Iterator[Refusal]:
-    """Yield refusals if a container format cannot be written to a target of this name.
+    """Yield refusals if a file format cannot be written to a target with this name.
 
-    A `/` at the end means a folder, whatever the name looks like.
+    A name that ends in `/` means a folder, whatever else the name looks like.
     """
     if target is None:
         return
@@ -724,7 +726,8 @@ def refuse_name(target: str | None, form: str) -> Iterator[Refusal]:
     ending = next(
         (end for end in (*whole, *registry.foreign_ends(), *_PACKED_ENDS, *_OTHER_ENDS) if lower.endswith(end)), None
     )
-    if ending is None or lower.rpartition("/")[2] == ending:  # a name like `.bin`, without a stem, is a hidden folder's
+    # a name like `.bin`, without a stem, means a hidden folder
+    if ending is None or lower.rpartition("/")[2] == ending:
         return
     advice = f"a single file ends in {', '.join(endings)}" if endings else f"{form} is always a folder"
     if ending in whole:
@@ -739,10 +742,10 @@ def refuse_name(target: str | None, form: str) -> Iterator[Refusal]:
 
 
 def refuse_clashes(names: Iterable[str]) -> list[Refusal]:
-    """Return a refusal for every file name that some file system would confuse with a second or a reserved name.
+    """Return a refusal for every file name that some file system would confuse with another or a reserved name.
 
     Args:
-        names: paths in the target folder, `a/b/c`, without Transaxle's own files.
+        names: paths relative to the target folder, such as `a/b/c`, without Transaxle's own files.
     """
     spelled = {_fold_spelling(reserved): reserved for reserved in (MANIFEST, SCRATCH)}
     is_file_at = dict.fromkeys(spelled.values(), True)
@@ -763,18 +766,18 @@ def refuse_clashes(names: Iterable[str]) -> list[Refusal]:
 
 
 def _fold_spelling(name: str) -> str:
-    """Return a key that is equal for names which some file system treats as equal."""
+    """Return a key that is equal for two names that some file system treats as equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
 def refuse_without_line(name: str, dialect: str) -> Refusal:
-    """Return the refusal of a tensor for which a dialect has no table line."""
+    """Return the refusal of a tensor for which a dialect's table has no line."""
     message = f"dialect {dialect} has no line for this tensor"
     return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "Omit --strict.")
 
 
 def refuse_dtypes(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
-    """Yield refusals of tensors whose dtypes a format cannot store."""
+    """Yield refusals of tensors whose dtypes a file format cannot store."""
     if kind.dtypes is None:
         return
     for spec in specs:

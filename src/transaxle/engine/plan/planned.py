@@ -1,4 +1,6 @@
-"""Plans: immutable data with every byte that a conversion will move, and every reason why it cannot run."""
+"""Plans of conversions: immutable data that contains every byte to move, and every reason why the conversion cannot
+run.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from transaxle.move.journal import span_ends
 from transaxle.move.transfer import Transfer, clip_blocks
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
-"""Largest numbers of rules and of refusals that a printed plan shows."""
+"""Largest numbers of table lines and of refusals that a printed plan shows."""
 
 
 class OutputTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor to write, before its place in the target's files is known."""
+    """A tensor to write, before its place in the target's files is fixed."""
 
     name: str
     """Stored name of the tensor in the target."""
@@ -37,50 +39,58 @@ class OutputTensor(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     """Shape with which the tensor is stored."""
     target: Target
-    """The source tensors, and their parts, from which the tensor's values come."""
+    """The source tensors, or regions of them, from which the tensor's values come."""
     step: Step | None = None
-    """How the tensor's values become one buffer of an encoding; None: they are written unchanged."""
+    """How the tensor's values become one buffer of an encoding; None means that they are written unchanged."""
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor to write, with the places of its bytes in source and target files."""
+    """A tensor to write, with the places of its bytes in the source files and in the target files."""
 
     name: str
     """Stored name of the tensor in the target."""
     dtype: str
     """Safetensors code of the tensor's dtype."""
     shape: tuple[int, ...]
-    """Number of logical elements along each dim."""
+    """Number of logical elements along each dim of the tensor."""
     places: tuple[Transfer, ...]
-    """Where the tensor's bytes go in the target files, in order, each as the transfer that would read them back."""
+    """Where the tensor's bytes are written in the target files, in order; each place is stored as the transfer that
+    would read the bytes back.
+    """
     nbytes: int
     """Size of the tensor in bytes."""
     rule: str
-    """Line of the target dialect that makes the tensor, as written in the family's table."""
+    """Line of the target dialect that describes the tensor, as written in the family's table."""
     transfers: tuple[Transfer, ...]
-    """Reads of source bytes that fill the tensor, sorted by position in the tensor."""
+    """Reads of source bytes that fill the tensor, sorted by their position in the tensor."""
     arithmetic: AffineSteps | None = None
-    """Arithmetic on every value, if the dialects store it differently and the user allowed rounding; None: none."""
+    """Arithmetic that is applied to every value, if the dialects store values differently and the user allowed
+    rounding; None means no arithmetic.
+    """
     step: Step | None = None
-    """How the transferred values are encoded; None: they are written unchanged."""
+    """How the values that were read are encoded; None means that they are written unchanged."""
     copies: tuple[Transfer, ...] = ()
-    """Further places in the target files for some of the tensor's bytes, as the transfers that would read them back."""
+    """Additional places in the target files for some of the tensor's bytes, as transfers that would read the bytes
+    back.
+    """
 
     @property
     def everywhere(self) -> tuple[Transfer, ...]:
-        """All places in the target files where the tensor's bytes go."""
+        """All places in the target files where the tensor's bytes are written."""
         return (*self.places, *self.copies) if self.copies else self.places
 
     @property
     def codes_of(self) -> str | None:
-        """Table name of the tensor of which this one holds the codes, if this plan encodes it; otherwise None."""
+        """If this tensor contains the codes of a tensor that the plan encodes, the name of the encoded tensor;
+        otherwise None.
+        """
         return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
 
     def steps(self, computed: Mapping[str, Sequence[RecodedTensor]]) -> list[dict[str, Any]]:
         """Return the steps (read, decode, …) that produce the tensor, in order, as plain JSON data.
 
         Args:
-            computed: virtual file -> steps that compute its tensor; see `Plan.computed`.
+            computed: name of a virtual file -> steps that compute the tensor in the file; see `Plan.computed`.
         """
         if not self.transfers:
             return [{"step": "zeros"}]
@@ -111,7 +121,9 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def spans(self) -> tuple[PlannedTensor, ...]:
-        """The spans in which the tensor is hashed, each as a tensor of bytes; empty for one span or changed values."""
+        """The byte spans in which the tensor is hashed, each as a tensor of bytes. Empty if there is only one span, or
+        if values change.
+        """
         ends = span_ends(self.nbytes)
         if len(ends) == 1 or self.step is not None or self.arithmetic is not None:
             return ()
@@ -136,34 +148,38 @@ def _start(transfer: Transfer) -> int:
 
 
 def _relative_to(parts: Iterable[Transfer], start: int) -> tuple[Transfer, ...]:
-    """Return transfers into a span of a tensor, with target positions that count from the start of the span."""
+    """Return transfers into a span of a tensor, with target positions counted from the start of the span."""
     shifted = (msgspec.structs.replace(part, target=part.target - start) for part in parts)
     return tuple(sorted(shifted, key=_start))
 
 
 def _dims(rule: str) -> str:
-    """Return the right-hand side of a table rule: the layout of the tensor's dims."""
+    """Return the right-hand side of a table line, which is the layout of the tensor's dims."""
     return rule.partition(" = ")[2]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A line of a printed plan: from which table rules of the source dialect a rule of the target dialect is made."""
+    """One line of a printed plan: the table lines of the source dialect from which one table line of the target dialect
+    is made.
+    """
 
     component: str
-    """Names of the logical tensors that the target's rule contains."""
+    """Names of the logical tensors that the target's table line contains."""
     source: tuple[str, ...]
-    """Rules of the source dialect for these logical tensors."""
+    """Table lines of the source dialect for these logical tensors."""
     target: str
-    """Rule of the target dialect."""
+    """Table line of the target dialect."""
     tensors: int
-    """Number of target tensors that the target's rule makes."""
+    """Number of target tensors that the target's table line describes."""
 
 
 _component_and_rule: Callable[[Target], tuple[str, str]] = attrgetter("component", "rule")
 
 
 def routes(bound: BoundNames, targets: Iterable[Target]) -> tuple[Route, ...]:
-    """Group target tensors by table rule, with the source's rules for the same logical tensors; omit zero tensors."""
+    """Group target tensors by table line, with the source's table lines for the same logical tensors; omit tensors of
+    zeros.
+    """
     rules = {component: line.text for line, _ in bound.names for component in line.expression.components}
     counts = Counter(_component_and_rule(target) for target in targets if target.parts)
     return tuple(
@@ -174,9 +190,9 @@ def routes(bound: BoundNames, targets: Iterable[Target]) -> tuple[Route, ...]:
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Everything that a conversion will do, as plain data: it can be printed, compared, stored and run.
+    """Everything that a conversion will do, as plain data that can be printed, compared, stored and executed.
 
-    Byte counts are exact. A plan with `refusals` cannot be run.
+    All byte counts in it are exact. A plan with `refusals` cannot be executed.
     """
 
     source: str
@@ -194,51 +210,53 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tensors: tuple[PlannedTensor, ...]
     """Tensors to write, in the order of the target's files."""
     checks: tuple[PlannedCheck, ...]
-    """Pairs of copies of a tensor in the source that must prove equal before anything is written."""
+    """Pairs of copies of a source tensor that must prove equal before anything is written."""
     routes: tuple[Route, ...]
-    """The plan grouped by table rules, for printing."""
+    """The plan's target tensors grouped by table lines, for printing."""
     files: dict[str, int]
-    """Target file -> size in bytes, including files that are copied unchanged."""
+    """Target file -> size in bytes, for all target files including files that are copied unchanged."""
     carried: tuple[str, ...]
     """Files of the source that are copied beside the tensors, such as a tokenizer."""
     kept: tuple[str, ...]
-    """Source tensors without a line in the target dialect, which keep their names."""
+    """Source tensors that the target dialect does not know; these tensors keep their names."""
     ignored: tuple[str, ...]
-    """Source tensors, files and notes that are left behind."""
+    """Source tensors, files and metadata notes that are not converted."""
     aliases: dict[str, str]
-    """Target name of a tied tensor -> target name of the original."""
+    """Target name of a tied tensor -> target name of the tensor that it is tied to."""
     axes: dict[str, int]
-    """Axis sizes, without those that differ between layers."""
+    """Axis -> size, without axes whose size differs between layers."""
     refusals: tuple[Refusal, ...]
-    """Reasons why the conversion cannot run; empty if it can."""
+    """Reasons why the conversion cannot run; empty if it can run."""
     recoded: tuple[RecodedTensor, ...] = ()
     """Tensors whose values change, because they are decoded, encoded, cast, merged or averaged."""
     computed: dict[str, tuple[RecodedTensor, ...]] = {}
-    """Virtual file -> steps, in order, that compute the tensor in that file from stored tensors."""
+    """Virtual file -> the steps, in order, that compute the tensor in that file from stored tensors."""
     allow_lossy: bool = False
-    """Whether loss is allowed: rounding by a dialect's arithmetic, or casts that turn finite values to infinities."""
+    """Whether loss is allowed: rounding by a dialect's arithmetic, or casts that turn finite values into infinities."""
     stayed: tuple[str, ...] = ()
-    """Plain source tensors that keep their dtype while others are cast."""
+    """Plain source tensors that keep their dtype while other tensors are cast."""
     counted: dict[str, int] = {}
-    """Axis -> size, for axes in tensor names whose size only the names show: a missing last index is not noticed."""
+    """Axis -> size, for axes whose size was counted in tensor names, so that a missing last index would not be
+    noticed.
+    """
     notes: tuple[str, ...] = ()
-    """Notes on the programs that will use the target: settings that they need, or defaults that they will assume."""
+    """Notes on the programs that will load the target: settings that they need, or defaults that they will assume."""
 
     @property
     def band(self) -> int:
-        """Number of bytes of values that must be in memory at once to encode the largest tensor."""
+        """Bytes of values that must be in memory at the same time to encode the largest tensor."""
         return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
 
     @cached_property
     def spans(self) -> dict[str, tuple[PlannedTensor, ...]]:
-        """Tensor name -> its spans (ranges of bytes), for large tensors that several workers can share."""
+        """Tensor name -> its spans (byte ranges), for large tensors that several workers can share."""
         spans_by_name = {tensor.name: spans for tensor in self.tensors if (spans := tensor.spans)}
         names = {tensor.name for tensor in self.tensors} if spans_by_name else set[str]()
         return {name: spans for name, spans in spans_by_name.items() if names.isdisjoint(span.name for span in spans)}
 
     @cached_property
     def units(self) -> tuple[PlannedTensor, ...]:
-        """Smallest pieces of the plan that workers can share: tensors, and the spans of large tensors."""
+        """The smallest units of the plan that workers can share: tensors, and spans of large tensors."""
         return tuple(unit for tensor in self.tensors for unit in self.spans.get(tensor.name, (tensor,)))
 
     @property
@@ -248,7 +266,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bytes_written(self) -> int:
-        """Size of all target files in bytes."""
+        """Total size in bytes of all target files."""
         return sum(self.files.values())
 
     @property
@@ -258,13 +276,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Names of the target files beside the tensors: copied files, and a rewritten config."""
+        """Names of the target files without tensors: copied files, and a rewritten config."""
         is_rewritten = CONFIG in self.files and CONFIG not in self.carried
         return (*self.carried, CONFIG) if is_rewritten else self.carried
 
     @property
     def carried_files(self) -> tuple[PlannedTensor, ...]:
-        """The files that are copied unchanged, each as a tensor of bytes that has the file's name."""
+        """The files that are copied unchanged, each as a tensor of bytes with the name of the file."""
         sizes = [(name, self.files[name]) for name in self.carried]
         return tuple(
             PlannedTensor(name, "U8", (size,), (transfer,), size, "", (transfer,))
@@ -279,7 +297,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def contiguous(self) -> int:
-        """Number of box copies that are a single byte range in both source and target."""
+        """Number of box copies whose elements are a single byte range in both source and target."""
         return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
 
     def __repr__(self) -> str:
@@ -289,7 +307,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return f"<plan {source} -> {self.format}, {self.dialect} · {tensors} · {size(self.bytes_written)} · {verdict}>"
 
     def __str__(self) -> str:
-        """Return the text that `print(plan)` shows: table rules, amounts of data, and the first refusals."""
+        """Return the text that `print(plan)` shows: table lines, amounts of data, and the first refusals."""
         contiguous = round(100 * self.contiguous / self.copies) if self.copies else 100
         amounts = (
             f"read {size(self.bytes_read)}",
@@ -315,7 +333,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return notebook(str(self))
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return the plan as plain JSON data; without `copies`, omit single byte ranges."""
+        """Return the plan as plain JSON data; without `copies`, omit the individual byte ranges."""
         bare = msgspec.structs.replace(self, tensors=(), checks=(), refusals=(), computed={})
         data: dict[str, Any] = msgspec.to_builtins(bare)
         del data["computed"]

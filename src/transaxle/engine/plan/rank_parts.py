@@ -1,7 +1,8 @@
-"""Which part of each tensor each rank holds (a range of one dim), for targets that have files for each rank.
+"""Which shard of each tensor each rank holds (a range of indices of one dim), for targets with separate files for each
+rank.
 
-Tensor parallelism follows the `cut` statements in the family's table, which name the axes that ranks divide. The
-vocabulary's rows are padded first, so that they divide evenly over the ranks.
+Tensor parallelism follows the `cut` statements in the family's table, which name the axes that are divided among ranks.
+The rows of the vocabulary are padded first, so that they can be divided evenly among the ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from transaxle.formats.catalog import ITEM_BITS, Entry, Extent, NumbersInMemory
 from transaxle.formats.storage.storage import layer
 
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
-"""Parameter -> the dim that tensor-parallel ranks divide, and the index ranges of each rank; None: every rank has the
-whole parameter."""
+"""Parameter name -> the dim that is divided among tensor-parallel ranks, and the index ranges of each rank; None means
+that every rank has the whole parameter.
+"""
 _TP = "tp"
 RANKS = "tensor_parallel_size"
-"""Config key that holds the number of tensor-parallel ranks, for formulas of a table that depend on that number."""
+"""Config key for the number of tensor-parallel ranks, which some formulas in tables need."""
 _WIDEST = 16
 """Size in bytes of one element of the widest dtype."""
 
@@ -43,15 +45,15 @@ def rank_draft_options(
     axes: Mapping[str, int],
     problems: list[Refusal],
 ) -> dict[str, Any]:
-    """Return the options of a target's draft (the layout of its files) for a target with files for each rank.
+    """Return options for the layout of a target with separate files for each rank.
 
     Args:
         checkpoint: the source checkpoint.
-        dialect: dialect of the target; `identity` for the source's own names.
+        dialect: dialect of the target; `identity` means the source's own names.
         names: names of the tensors to write.
         degrees: parallel degrees (numbers of ranks) of the target.
-        axes: axis -> size taken from tensor shapes, for axes whose size no config gives.
-        problems: receives refusals of parameters that do not divide evenly.
+        axes: axis -> size taken from tensor shapes, for axes whose size no config states.
+        problems: list to which refusals of parameters that cannot be divided evenly are added.
     """
     if degrees.tp > 1 and dialect != IDENTITY:
         parts = rank_parts(checkpoint, dialect, names, degrees.tp, axes, problems)
@@ -71,16 +73,16 @@ def rank_parts(
     axes: Mapping[str, int],
     problems: list[Refusal],
 ) -> Parts:
-    """Return which part of each parameter each tensor-parallel rank holds.
+    """Return which shard of each parameter each tensor-parallel rank holds.
 
     Args:
         checkpoint: the source checkpoint.
         dialect: dialect of the target.
-        names: names of the tensors to write; the result lacks names that the dialect does not have, and padded
-            tensors, which are divided later.
+        names: names of the tensors to write. The result lacks names that the dialect does not have, and padded tensors,
+            which are divided later.
         ranks: number of tensor-parallel ranks.
-        axes: axis -> size taken from tensor shapes, for axes whose size no config gives.
-        problems: receives refusals of parameters that do not divide evenly.
+        axes: axis -> size taken from tensor shapes, for axes whose size no config states.
+        problems: list to which refusals of parameters that cannot be divided evenly are added.
     """
     family, sizes = checkpoint.reading.family, checkpoint.sizes
     parameters = tuple(dict.fromkeys(split_slot(name)[0] for name in names))
@@ -99,7 +101,7 @@ def rank_parts(
                     cached_parts[key] = share_out(line.expression, cuts, axis_sizes, ranks)
                 parts[name] = cached_parts[key]
             except TransaxleError as error:
-                parts[name] = None  # as if every rank had the whole, so that the parameter gets only one refusal
+                parts[name] = None  # treated as whole on every rank, so that the parameter gets only one refusal
                 problems.extend(
                     Refusal(each.code, each.message, Where(None, name), each.hint) for each in error.refusals
                 )
@@ -107,7 +109,9 @@ def rank_parts(
 
 
 def config_for_ranks(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
-    """Return a config that also holds the number of tensor-parallel ranks, as does its section for the text model."""
+    """Return a copy of a config to which the number of tensor-parallel ranks is added, also in its section for the text
+    model.
+    """
     nested = config.get("text_config")
     inner = {"text_config": {**nested, RANKS: tp}} if isinstance(nested, Mapping) else {}
     return {**config, **inner, RANKS: tp}
@@ -116,19 +120,20 @@ def config_for_ranks(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
 def engine_parts(
     family: Family, dialect: str, config: Mapping[str, Any], names: Collection[str], *, tp: int, ep: int = 1
 ) -> Parts:
-    """Return which part of each parameter each rank of an inference engine holds.
+    """Return which shard of each parameter each rank of an inference engine holds.
 
     Args:
         family: family of the model.
         dialect: dialect of the engine's parameter names.
-        config: content of the model's config.json.
-        names: names of the parameters; the result lacks names that the dialect does not have.
+        config: content of the model's config.
+        names: names of the parameters. The result lacks names that the dialect does not have.
         tp: number of tensor-parallel ranks.
-        ep: number of ranks that share out whole experts: all ranks, or 1 if each rank has a part of every expert.
+        ep: number of ranks among which whole experts are divided: all ranks, or 1 if each rank has a shard of every
+            expert.
 
     Raises:
-        Refused: UNSUPPORTED, with every parameter that does not divide evenly.
-        UsageError: UNKNOWN_AXIS if the size of an axis is unknown.
+        Refused: with code UNSUPPORTED, and every parameter that cannot be divided evenly.
+        UsageError: with code UNKNOWN_AXIS, if the size of an axis is unknown.
     """
     sizes = Sizes(family, config_for_ranks(config, 1 if ep > 1 else tp))
     label = pick_dialect(family, dialect)
@@ -152,7 +157,8 @@ def engine_parts(
 
 
 def pad_for_ranks(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Checkpoint:
-    """Return the checkpoint with padded dims that divide evenly over the ranks, except where the user gave a size.
+    """Return the checkpoint with dims padded so that they can be divided evenly among the ranks, unless the user gave a
+    size.
 
     Args:
         checkpoint: the source checkpoint.
@@ -174,7 +180,9 @@ def pad_for_ranks(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Che
 
 
 def _padding(node: Node, sizes: Mapping[str, int]) -> tuple[list[str], int | None]:
-    """Return the padding axes of a dim, and the dim's length without padding, or None if a size is unknown."""
+    """Return the padding axes of a dim, and the dim's length without padding; the length is None if a size is
+    unknown.
+    """
     if not isinstance(node, Sum):
         return [], None
     axes = [axis for name, part in node.segments if name == PADDING for axis in sorted(axes_in(part))]
@@ -184,7 +192,9 @@ def _padding(node: Node, sizes: Mapping[str, int]) -> tuple[list[str], int | Non
 
 
 def _change_padding(checkpoint: Checkpoint, multiple: int) -> Checkpoint:
-    """Return a padded checkpoint with more or less padding: zero rows are appended, or padding rows are left behind."""
+    """Return a checkpoint with more padding, made by appending rows of zeros, or with less padding, by omitting padding
+    rows.
+    """
     container, reading = checkpoint.container, checkpoint.reading
     inline = layer(container.storage, NumbersInMemory) or NumbersInMemory(container.storage)
     entries, left_entries = dict(container.entries), dict(container.left)
@@ -193,7 +203,7 @@ def _change_padding(checkpoint: Checkpoint, multiple: int) -> Checkpoint:
     for (line, _), names in checkpoint.bound.names.items():
         for position, name in names.items() if line.expression.padding else ():
             if name not in entries or len(entries[name].shape) != len(line.expression.dims):
-                continue  # such as an optimizer's step counter, which has no dims
+                continue  # for example an optimizer's step counter, which has no dims
             sizes = checkpoint.sizes.at(dict(zip(line.name.axes, position, strict=True)))
             for dim, node in enumerate(line.expression.dims):
                 axes, length = _padding(node, sizes)
@@ -215,7 +225,9 @@ def _change_padding(checkpoint: Checkpoint, multiple: int) -> Checkpoint:
 
 
 def _resize(entry: Entry, dim: int, length: int, inline: NumbersInMemory) -> tuple[Entry, Entry | None]:
-    """Return a tensor's entry lengthened or shortened along a dim, and an entry of the part cut off, or None."""
+    """Return a tensor's entry lengthened or shortened along a dim, and an entry for the rows that were cut off, or
+    None.
+    """
     old_length = entry.shape[dim]
     if length == old_length:
         return entry, None
@@ -241,7 +253,9 @@ def _resize(entry: Entry, dim: int, length: int, inline: NumbersInMemory) -> tup
 
 
 def _clip(entry: Entry, extent: Extent, dim: int, start: int, stop: int) -> Extent | None:
-    """Return the part of a stored chunk between two indices of a dim; its position counts from the first index."""
+    """Return the part of a stored chunk between two indices of a dim; positions in it are counted from the first
+    index.
+    """
     low, high = max(extent.start[dim], start), min(extent.start[dim] + extent.shape[dim], stop)
     if low >= high:
         return None

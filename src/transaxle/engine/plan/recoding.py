@@ -1,11 +1,11 @@
 """Recoding: tensors whose values change because they are decoded, encoded, cast, merged or averaged.
 
-A plan lists these tensors, and the target tensors that it encodes; an execution measures their errors and refuses
-values that become infinite.
+A plan lists these tensors, and the target tensors that it encodes. When the plan is executed, their errors are
+measured, and values that become infinite are refused.
 
-A training run saves quantized weights as codes, scales and an amax under its own names; a hub needs
-the names and numbers that its readers know (`to_hub_encoding`). Config files that describe number formats are rewritten
-to agree with the target (`rewrite_configs`).
+A training run saves quantized weights as codes, scales and an amax under its own names. A hub needs the names and
+numbers that programs which load from the hub know (`to_hub_encoding`). Config files that describe number formats are
+rewritten so that they describe the target (`rewrite_configs`).
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
 from transaxle.move.workers import Limits, run_workers
 
 _FILE = "\0restated "
-"""Prefix of the names of the virtual files that hold recoded values."""
+"""Prefix of the names of the virtual files that contain recoded values."""
 _VALUES = "BF16"
-"""Dtype to which codes are decoded, because codes do not state a dtype of their values."""
+"""Dtype to which codes are decoded if nothing else states the dtype of their values."""
 
 
 def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
-    """Return a checkpoint in the encoding that a hub's readers expect, and refusals of tensors that cannot have it.
+    """Return a checkpoint encoded as programs that load from a hub expect, and refusals of tensors that cannot be
+    encoded so.
 
-    A checkpoint whose config describes its quantization is not changed. Weights under DeepSeek's names in safetensors
-    files are not changed either, because hubs have such files themselves.
+    A checkpoint whose config describes its quantization is returned unchanged. Weights in safetensors files under
+    DeepSeek's names are not changed either, because models on hubs have such files.
 
     Args:
-        checkpoint: the checkpoint under its stored names.
+        checkpoint: the checkpoint with its stored names.
     """
     names = checkpoint.container.entries
     training_names = training_only(names, names)
@@ -121,7 +122,7 @@ def _with_container(checkpoint: Checkpoint, container: Container) -> Checkpoint:
 
 
 HUB, MEMORY = "hf", "transformers"
-"""Dialects of a hub's files, and of the models that transformers makes of them."""
+"""The dialect of a hub's files, and the dialect of the models that transformers builds from such files."""
 _STACKED = "it takes the codes of stacked matrices for values"
 _TURNED = "it has no quantized layer with rows of inputs"
 _SPLIT = "it splits them while it loads, but not their scales"
@@ -130,15 +131,17 @@ _UNEVEN = "it takes the tiles of a weight for equally large, and the last one is
 _SUBCLASSED = frozenset({"falcon"})
 """Names of families in which transformers builds linear layers from a subclass of `nn.Linear`."""
 _NUMBERED = frozenset({"llama4", "llama4_text"})
-"""Families whose stacked experts transformers splits into numbered experts if a config is of compressed-tensors."""
+"""Families whose stacked experts are split into numbered experts by transformers, if the config describes
+compressed-tensors.
+"""
 _OUT, _IN = ".out_proj.weight", ".in_proj_weight"
-"""Ends of two names of an `nn.MultiheadAttention`, whose `out_proj` is of a subclass."""
+"""The ends of two tensor names in an `nn.MultiheadAttention`, whose `out_proj` is a subclass of `nn.Linear`."""
 _MATRIX = 2
-"""Number of dims of a weight that is no stack."""
+"""Number of dims of a weight that is not a stack of matrices."""
 
 
 def make_recode(names: Collection[str], encoding: str) -> Recode:
-    """Return a function that tells, for each target tensor, the number format in which it is written."""
+    """Return a function that maps each target tensor to the number format in which it is written."""
     encoded = frozenset(names)
     return lambda name, form: NumberFormat(form.dtype, encoding) if name in encoded else form
 
@@ -148,7 +151,7 @@ def target_components(checkpoint: Checkpoint, view: View | None) -> dict[str, Se
 
     Args:
         checkpoint: the source checkpoint.
-        view: the tensors of the target; None: the source's own names.
+        view: the tensors of the target; None means the source's own names.
     """
     if view is not None:
         return {
@@ -161,9 +164,9 @@ def target_components(checkpoint: Checkpoint, view: View | None) -> dict[str, Se
 
 
 def with_output_rows(checkpoint: Checkpoint, view: View | None) -> set[str]:
-    """Return the target tensors whose rows do not run along the last axis (the layer's input) of a logical tensor.
+    """Return the target tensors whose rows are not aligned with the last axis (the layer's input) of a logical tensor.
 
-    For the arguments see `target_components`.
+    For a description of the arguments see `target_components`.
     """
     if checkpoint.family is None:
         return set()
@@ -190,16 +193,16 @@ def with_output_rows(checkpoint: Checkpoint, view: View | None) -> set[str]:
 def choose_to_encode(
     checkpoint: Checkpoint, target_dialect: str, view: View, encode: Encode
 ) -> tuple[list[str], list[Refusal], list[str]]:
-    """Choose the target tensors to encode.
+    """Choose which tensors of the target to encode.
 
     Args:
-        checkpoint: the source.
+        checkpoint: the source checkpoint.
         target_dialect: dialect of the target.
-        view: the target.
-        encode: the user's request.
+        view: the tensors of the target.
+        encode: the user's request to encode tensors.
 
     Returns:
-        Names of the tensors to encode, refusals of requested tensors that cannot be encoded, and notes about codes that
+        Names of the tensors to encode; refusals of requested tensors that cannot be encoded; and notes about codes that
         transformers would read wrongly.
 
     Raises:
@@ -221,14 +224,14 @@ def choose_to_encode(
 def _misread_targets(
     family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], output_rows: Holding[str]
 ) -> dict[str, str]:
-    """Return the targets whose codes transformers 5.23 would read wrongly, with the reason.
+    """Return target tensor name -> reason, for the targets whose codes transformers 5.23 would read wrongly.
 
     Args:
         family: family of the model.
-        view: the target.
+        view: the tensors of the target.
         encoding: name of the encoding, a key of `ENCODINGS`.
-        targets: logical tensors of each target, from `target_components`.
-        output_rows: target tensors whose rows run along outputs, from `with_output_rows`.
+        targets: target tensor name -> its logical tensors, as returned by `target_components`.
+        output_rows: target tensors whose rows are aligned with outputs, as returned by `with_output_rows`.
     """
     fused_groups = [frozenset(line.expression.components) for line in _memory_lines(family)]
     memory_components = frozenset[str]().union(*fused_groups)
@@ -256,13 +259,17 @@ def _misread_targets(
 
 
 def _is_uneven(size: int, tile: int) -> bool:
-    """Tell whether transformers misreads a dim, whose last tile is smaller although its number of tiles divides it."""
+    """Return whether transformers misreads a dim: its last tile is smaller than the others, but its size is divisible
+    by the number of tiles.
+    """
     count = -(-size // tile)
     return count > 1 and size % tile != 0 and size % count == 0
 
 
 def _expert_notes(family: Family, encoding: str, encoded: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield notes on experts in compressed-tensors that transformers 5.23 reads wrongly, unlike other programs."""
+    """Yield notes on experts in compressed-tensors format that transformers 5.23 reads wrongly, unlike other
+    programs.
+    """
     if family.name in _NUMBERED:
         yield "transformers 5.23 looks for numbered experts beside a config of compressed-tensors, and finds none here"
         return
@@ -283,7 +290,8 @@ def _memory_lines(family: Family) -> Sequence[Line]:
 def steps_by_file(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
     """Return virtual file -> the steps, in order, that compute the tensor in that file from stored tensors.
 
-    Each tensor has a single file, that of its last step; a decoded or cast mean also has the step of the mean.
+    Each tensor has a single virtual file, the file of its last step; a decoded or cast mean also has the step that
+    averages.
     """
     by_name: dict[str, list[RecodedTensor]] = {}
     for tensor in container.recoding.computed.values():
@@ -292,11 +300,12 @@ def steps_by_file(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
 
 
 def refuse_reordered(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusal]:
-    """Yield refusals of recoding under stored names, if the dialect orders the dims of codes and of values differently.
+    """Yield refusals of recoding under stored names, if the dialect orders the dims of codes differently from those of
+    values.
 
     Args:
-        checkpoint: the source.
-        names: names of the tensors to encode; the tensors to decode are known from the checkpoint.
+        checkpoint: the source checkpoint.
+        names: names of the tensors to encode; the tensors to decode are listed in the checkpoint.
     """
     changing = {*checkpoint.decoded, *names}
     if not changing or checkpoint.family is None:
@@ -315,15 +324,15 @@ def value_changes(
     """Return all steps of a plan that change values of tensors, such as casts.
 
     Args:
-        checkpoint: the source.
-        outputs: all output tensors, by name.
-        planned: the planned tensors, whose transfers are known.
+        checkpoint: the source checkpoint.
+        outputs: tensor name -> tensor, for all output tensors.
+        planned: the planned tensors with their transfers.
     """
     container = checkpoint.container
     read_files = {transfer.file for tensor in planned for transfer in tensor.transfers}
     averaged, changed = list[RecodedTensor](), list[RecodedTensor]()
     for file, tensor in container.recoding.computed.items():
-        # this tensor may be read only through a second tensor that is computed from it
+        # this tensor may be read only indirectly, through a second tensor that is computed from it
         entry = container.entries.get(tensor.step.name)
         if file in read_files or (
             entry is not None and read_files.intersection(extent.file for extent in entry.extents)
@@ -338,7 +347,7 @@ def value_changes(
 
 
 def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
-    """Return the buffers (codes, scales) as which one encoded tensor is written."""
+    """Return the buffers (codes, scales) in which one encoded tensor is written."""
     convention, spec = CONVENTIONS[PREFERRED[encoding]], ENCODINGS[encoding]
     target = view.targets[name]
     dtype, shape = view.form_of(name)
@@ -351,11 +360,11 @@ def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
 
 
 def encodings_by_name(view: View, outputs: Iterable[OutputTensor]) -> dict[str, EncodedTensor]:
-    """Return the encoded tensors of a target by table name, both moved and newly encoded.
+    """Return tensor name -> encoded tensor of the target, for moved and for newly encoded tensors.
 
     Args:
         view: the tensors of the target.
-        outputs: the output tensors.
+        outputs: the output tensors of the target.
     """
     encoded = dict(view.encoded)
     for product in outputs:
@@ -370,12 +379,13 @@ def encodings_by_name(view: View, outputs: Iterable[OutputTensor]) -> dict[str, 
 def measure(
     recoding: Recoding, steps: Iterable[RecodedTensor], limit: Limits
 ) -> dict[RecodedTensor, tuple[Error, int]]:
-    """Return the error and the number of new infinities of each computed tensor; this reads most of them once.
+    """Return computed tensor -> its error and its number of new infinities; most of these tensors are read once for
+    this.
 
     Args:
         recoding: the computed tensors of the source.
         steps: the steps to measure; encoded tensors are measured while they are written.
-        limit: number of workers, and memory of their buffers.
+        limit: number of worker threads, and memory of their buffers.
     """
     requested = set(steps)
     computed = [tensor for tensor in recoding.computed.values() if tensor.step in requested] if requested else []
@@ -389,14 +399,15 @@ def measure(
 
 
 def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: str | None) -> None:
-    """Refuse finite values that would become infinite: cast, merged, or decoded as the product of code and scale.
+    """Refuse finite values that would become infinite when they are cast, merged, or decoded as products of code and
+    scale.
 
     Args:
-        errors: errors from `measure`.
-        dtype: dtype to which plain tensors are cast; None: no cast.
+        errors: the errors that `measure` returned.
+        dtype: dtype to which plain tensors are cast; None means no cast.
 
     Raises:
-        Refused: LOSSY, with every tensor that has such values.
+        Refused: with code LOSSY, and every tensor that has such values.
     """
     type_name = dtype or "the type of the weight"
     hint = "Leave them out with --skip NAME, allow it with --allow-lossy, or use bf16, which has the range of fp32."
@@ -418,17 +429,17 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
 def rewrite_configs(
     checkpoint: Checkpoint, to: tuple[str, str], view: View, products: Iterable[OutputTensor], problems: list[Refusal]
 ) -> dict[str, bytes | None]:
-    """Return config files whose quantization section or dtype must change, and a config that the user gave.
+    """Return the config files whose quantization section or dtype must change, and a config that the user gave.
 
     Args:
-        checkpoint: the source.
-        to: format and dialect of the target.
+        checkpoint: the source checkpoint.
+        to: file format and dialect of the target.
         view: the tensors of the target.
-        products: the output tensors.
-        problems: receives refusals of configs that cannot be rewritten.
+        products: the output tensors of the target.
+        problems: list to which refusals of configs that cannot be rewritten are added.
 
     Returns:
-        File name -> new content; None for a file that is left out.
+        File name -> new content; None means that the file is omitted.
     """
     format_name, dialect = to
     user_config = _user_config(checkpoint) if format_name == SAFETENSORS.name else None
@@ -437,7 +448,7 @@ def rewrite_configs(
     changing = bool(checkpoint.decoded or actions) or any(product.step is not None for product in outputs)
     if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
         return {} if user_config is None else {CONFIG: _config_text(user_config)}
-    if catalog.refusals:  # the plan lists these refusals
+    if catalog.refusals:  # the plan lists these refusals already
         return {}
     encoded = encodings_by_name(view, outputs)
     buffers = {stored for tensor in encoded.values() for stored in tensor.parts.values()}
@@ -463,7 +474,7 @@ def rewrite_configs(
     config_files = {*checkpoint.container.carried, *([CONFIG] if user_config else ())}
     for file in sorted(config_files.intersection((CONFIG, MODELOPT_CONFIG))):
         if file == MODELOPT_CONFIG != describing_file and encoded and not modelopt:
-            new_texts[file] = None  # the file repeats config.json, and cannot describe the new encoding
+            new_texts[file] = None  # the file repeats the content of config.json, and cannot describe the new encoding
             continue
         try:
             before = user_config if user_config and file == CONFIG else read_stored_config(storage, file)
@@ -498,12 +509,13 @@ def _origins_of_codes(view: View, encoded: Mapping[str, EncodedTensor], dialect:
 def _in_memory(
     checkpoint: Checkpoint, dialect: str, codes: Collection[str]
 ) -> tuple[dict[str, Target], Collection[str]]:
-    """Return a hub model's plain weights, and its encoded weights' names, under the names in transformers' memory.
+    """Return the plain weights of a hub's model and the names of its encoded weights, under the names in transformers'
+    memory.
 
-    Module lists in configs refer to names in memory, among which are tied heads that are not stored.
+    Lists of modules in configs use the names in memory, including tied heads that are not stored.
 
     Args:
-        checkpoint: the source.
+        checkpoint: the source checkpoint.
         dialect: dialect of the target.
         codes: source names of tensors that are encoded in the target.
     """
@@ -519,14 +531,15 @@ def _in_memory(
 
 
 NO_CONFIG = f"no {CONFIG} goes along"
-"""Beginning of the warning `note_without_config`."""
+"""Beginning of the warning that `note_without_config` returns."""
 
 
 def config_notes(checkpoint: Checkpoint, files: Holding[str]) -> tuple[str, ...]:
-    """Return notes on a config that the user gave: that it is written, or that the source's config is kept.
+    """Return notes about a config that the user gave: either it is written to the target, or the source's config is
+    kept.
 
     Args:
-        checkpoint: the source.
+        checkpoint: the source checkpoint.
         files: names of the target's rewritten config files.
     """
     user_config = checkpoint.settings.config
@@ -538,12 +551,12 @@ def config_notes(checkpoint: Checkpoint, files: Holding[str]) -> tuple[str, ...]
         if read_stored_config(checkpoint.container.storage) == user_config:
             return ()
     except TransaxleError:
-        pass  # a config that cannot be read counts as different
+        pass  # a config that cannot be read is treated as different
     return (f"{CONFIG} is that of the source: the config that you gave differs from it, and only gave sizes",)
 
 
 def note_without_config(checkpoint: Checkpoint) -> str:
-    """Return the note on a hub folder without a config, and the option that adds one."""
+    """Return the note that a target for a hub has no config, with the option that adds a config."""
     source = checkpoint.path
     note = f"{NO_CONFIG}, since the source has none: transformers cannot load the target without it; give --config FILE"
     if is_url(source):
@@ -553,7 +566,7 @@ def note_without_config(checkpoint: Checkpoint) -> str:
 
 
 def _user_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the config that the user gave, if it is a model's config and the source has no config."""
+    """Return the config that the user gave, if it is the config of a model and the source has no config."""
     user_config = checkpoint.settings.config
     if not user_config or CONFIG in checkpoint.container.carried or checkpoint.stored_names.is_adapter:
         return None
@@ -565,7 +578,7 @@ def _config_text(config: Mapping[str, Any]) -> bytes:
 
 
 def _most_frequent_dtype(targets: Iterable[Target]) -> str | None:
-    """Return the dtype that most floating-point elements have; None if two dtypes have equally many."""
+    """Return the dtype of most floating-point elements; None if two dtypes have equally many elements."""
     counts: Counter[str] = Counter()
     for target in targets:
         if target.dtype in PLAIN:

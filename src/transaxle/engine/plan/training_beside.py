@@ -1,10 +1,11 @@
-"""Training state beside a model: optimizer state, whose parameters must be in the target, and other state.
+"""Training state beside a model: optimizer state, whose parameters must be in the target, and other state of a training
+run.
 
-Training state does not belong to a model on a hub, and does not count when two checkpoints are compared.
+Training state does not belong to a model on a hub, and is ignored when two checkpoints are compared.
 
-Optimizer state under a name that no program reads is lost silently, and a program that misses state begins with zeros.
-A parameter without optimizer state is no error by itself: frozen parameters have none, and torch creates the state with
-the first gradient.
+Optimizer state under a name that no program reads would be lost silently, and a program that lacks state begins with
+zeros. A parameter without optimizer state is no error by itself: frozen parameters have no such state, and torch
+creates the state with the first gradient.
 """
 
 from __future__ import annotations
@@ -41,18 +42,22 @@ from transaxle.formats.training_state import (
 )
 
 _MODEL = "model"
-"""Key under which the target's state dict nests the model, if the source is no state dict whose nesting can be kept."""
+"""Key under which the target's state dict nests the model, if the source has no state dict whose nesting can be
+kept.
+"""
 _States = Mapping[str, AbstractSet[str]]
 """Parameter name -> the kinds of optimizer state that it has, such as `exp_avg`."""
 _LISTED = 4
-"""Number of parameter names that a refusal or a note lists at most."""
+"""Largest number of parameter names that a refusal or a note lists."""
 _NUMBER = "#"
-"""Prefix of the placeholder name of a parameter that the optimizer knows only by number."""
+"""Prefix of the placeholder name of a parameter that an optimizer identifies only by a number."""
 _WITHOUT = "or leave the optimizer's state out: --no-optimizer (optimizer=False)."
 
 
 def without_training(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint without training state and modules' extra state, and list what was left behind."""
+    """Return the checkpoint without training state and extra state of modules; the omitted names are listed in its
+    metadata.
+    """
     items = checkpoint.container.training
     training_names = set(checkpoint.container.beside)
     training_names.update(name for name in checkpoint.container.entries if EXTRA_STATE in name and is_extra_state(name))
@@ -69,12 +74,12 @@ def without_training(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def training_only_in(first: Checkpoint, second: Checkpoint) -> set[str]:
-    """Return the names of training-state tensors that only the first checkpoint has."""
+    """Return the names of training-state tensors that only the first of two checkpoints has."""
     return {name for name in first.container.beside if name not in second}
 
 
 def writable_items(checkpoint: Checkpoint, kind: Format) -> dict[KeyPath, object]:
-    """Return key path -> value of the training state that is no tensor and that the target format stores unchanged."""
+    """Return key path -> value, for training state that is not a tensor and that the target format stores unchanged."""
     if "training" not in kind.draft_takes:
         return {}
     items = ((item.path, item.plain()) for item in checkpoint.container.training)
@@ -82,7 +87,9 @@ def writable_items(checkpoint: Checkpoint, kind: Format) -> dict[KeyPath, object
 
 
 def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) -> Iterator[str]:
-    """Yield names of training state that is left behind; a dict or list whose whole content is written is not named."""
+    """Yield names of training state that is not written; a dict or list whose complete content is written is
+    omitted.
+    """
     paths = [item.path for item in checkpoint.container.training if not item.is_tensor]
     for name in checkpoint.container.metadata.get(LEFT_BEHIND, ()):
         inner_paths = [path for path in paths if f"{join_path(path)}.".startswith(f"{name}.")]
@@ -91,7 +98,8 @@ def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) 
 
 
 def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:
-    """Return how to nest the state dict of a single-file target, as the source nests it; None for a model alone.
+    """Return how to nest the state dict of a single-file target as the source nests it; None if only the model is
+    written.
 
     Args:
         checkpoint: the source checkpoint.
@@ -106,7 +114,9 @@ def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nestin
 
 
 def has_state_of_other_names(checkpoint: Checkpoint) -> bool:
-    """Tell whether optimizer state is for parameters stored in parts, or has the parameter names of another dialect."""
+    """Return whether optimizer state belongs to parameters stored in parts, or uses the parameter names of a different
+    dialect.
+    """
     names = checkpoint.container.entries
     if all(split_slot(name)[0] in names for name in names) or checkpoint.family is None:
         return False
@@ -115,15 +125,15 @@ def has_state_of_other_names(checkpoint: Checkpoint) -> bool:
 
 
 def refuse_misplaced_state(checkpoint: Checkpoint, view: View, kind: Format, target_dialect: str) -> list[Refusal]:
-    """Refuse optimizer state without its parameter, and parameters that lack some state that similar parameters have.
+    """Refuse optimizer state whose parameter is missing, and parameters that lack state that similar parameters have.
 
     A target with the source's own names (`identity`) keeps such tensors, unless its format stores a parameter's values
     together with its optimizer state.
 
     Args:
-        checkpoint: the source.
+        checkpoint: the source checkpoint.
         view: the tensors of the target.
-        kind: format of the target.
+        kind: file format of the target.
         target_dialect: dialect of the target.
     """
     states = _states(view)
@@ -147,7 +157,9 @@ def refuse_misplaced_state(checkpoint: Checkpoint, view: View, kind: Format, tar
 
 
 def state_notes(checkpoint: Checkpoint, view: View, target_dialect: str) -> Iterator[str]:
-    """Yield notes for the user on a target's optimizer state; for the arguments see `refuse_misplaced_state`."""
+    """Yield notes for the user on the optimizer state of a target; for a description of the arguments see
+    `refuse_misplaced_state`.
+    """
     states = _states(view)
     if target_dialect == IDENTITY:
         if orphans := _orphans(checkpoint, view, states, target_dialect):
@@ -168,7 +180,7 @@ def state_notes(checkpoint: Checkpoint, view: View, target_dialect: str) -> Iter
 
 
 def _states(view: View) -> dict[str, set[str]]:
-    """Return parameter name -> the kinds of optimizer state that it has."""
+    """Return parameter name -> the kinds of optimizer state that the parameter has."""
     states: defaultdict[str, set[str]] = defaultdict(set)
     for parameter, slot in map(split_slot, view.targets):
         if slot != WEIGHT:
@@ -177,7 +189,7 @@ def _states(view: View) -> dict[str, set[str]]:
 
 
 def _orphans(checkpoint: Checkpoint, view: View, states: _States, target_dialect: str) -> list[str]:
-    """Return the parameters that have optimizer state but are missing in the target, whole and in parts."""
+    """Return the parameters that have optimizer state but are missing in the target, both whole and in parts."""
     without_values = [name for name in states if name not in view.targets and name not in view.encoded]
     if not without_values:
         return []
@@ -196,7 +208,7 @@ def _orphans(checkpoint: Checkpoint, view: View, states: _States, target_dialect
 
 
 def _presumably_fused(checkpoint: Checkpoint, states: _States, target_dialect: str) -> list[tuple[str, str]]:
-    """Return (name, condition) of parameters that are written fused although no config calls them fused."""
+    """Return (name, condition) of parameters that are written fused although no config states that they are fused."""
     dialect = pick_dialect(checkpoint.reading.family, target_dialect)
     if dialect is checkpoint.reading.dialect and checkpoint.format != UNIVERSAL.name:
         return []
@@ -211,10 +223,12 @@ def _presumably_fused(checkpoint: Checkpoint, states: _States, target_dialect: s
 
 
 def _partial_state(checkpoint: Checkpoint, view: View, states: _States) -> dict[tuple[str, ...], list[str]]:
-    """Return kinds of optimizer state -> parameters that lack these kinds, although similar parameters have them.
+    """Return kinds of optimizer state -> names of parameters that lack these kinds, although similar parameters have
+    them.
 
     Parameters are similar if they are in the same parameter group and have the same number of dims. Full-precision
-    copies of weights do not count as state here, because only weights of lower precision have such copies.
+    copies of weights do not count as state in this comparison, because only weights of lower precision have such
+    copies.
     """
     groups = group_numbers(rename_groups(checkpoint.container.metadata.get(GROUPS, ()), view.targets, []))
     similar: defaultdict[tuple[int | None, int], dict[frozenset[str], list[str]]] = defaultdict(dict)
@@ -236,6 +250,6 @@ def _where(names: Sequence[str]) -> Where:
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """Write how many parameters there are, with the first few of their names."""
+    """Return a text with the number of parameters, and the first few of their names."""
     ellipsis = ", …" if len(names) > _LISTED else ""
     return f"{plural(len(names), 'parameter')} ({', '.join(names[:_LISTED])}{ellipsis})"

@@ -1,1 +1,3 @@
-"""Views that show stored tensors decoded, encoded or cast, or show their quantization scales in row-major order."""
+"""Views of a checkpoint: its stored tensors shown decoded, encoded or cast, or with quantization scales in row-major
+order.
+"""

@@ -1,8 +1,8 @@
-"""Casts: views that show plain floating-point tensors in another dtype, and cast the values when they are read.
+"""Views that cast plain floating-point tensors: the values are cast to a different dtype when they are read.
 
-Encoded tensors (see `decode`) and integers are not cast. Optimizer state, scales of a quantized model's cache,
-and tensors that a family's table marks as `precise` keep their dtype unless the user's patterns name them; the plan
-lists the tensors that keep their dtype.
+Encoded tensors (see the module `decoded`) and integers are not cast. Optimizer state, scales of a quantized model's
+cache, and tensors that a family's table marks as `precise` are cast only if a pattern of the user matches them. The
+plan lists the tensors that keep their dtype.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from transaxle.formats.training_state import OPTIMIZER
 from transaxle.move.transfer import Readable
 
 _FILE = "\0cast "
-"""Prefix of the names of the virtual files that hold cast values."""
+"""Prefix of the names of the virtual files that contain cast values."""
 BAND = 1 << 18
-"""Number of tensor elements that are cast at a time."""
+"""Number of tensor elements that are cast at once."""
 
 
 class Caster:
-    """A virtual file with the values of one plain tensor in another dtype, in row-major order.
+    """A virtual file with the values of one plain tensor in a different dtype, in row-major order.
 
     Args:
         entry: the tensor to cast.
-        source: turns the entry into transfers (reads of byte ranges).
-        reader: reads the files that store the tensor.
+        source: object that turns the entry into transfers (reads of byte ranges).
+        reader: object that reads the files in which the tensor is stored.
         dtype: safetensors code of the target dtype.
     """
 
@@ -79,11 +79,11 @@ class Caster:
 
     @property
     def step(self) -> RecodedTensor:
-        """See `Computed`."""
+        """The step of the plan that describes this cast; see `Computed.step`."""
         return RecodedTensor(self.entry.name, self.action, self.entry.dtype, "", self.dtype, self.entry.shape)
 
     def measure(self) -> tuple[Error, int]:
-        """Return the rounding error of the cast values, and how many finite values became infinite."""
+        """Return the rounding error of the cast values, and the number of finite values that became infinite."""
         from transaxle.encodings.arithmetic.scaling import cast, cast_error
 
         total, infinite = Error(), 0
@@ -103,7 +103,9 @@ class Caster:
 
 
 def precise_names(bound: BoundNames | None) -> frozenset[str]:
-    """Return the stored names of tensors that a family's table marks as `precise`, which only a pattern can select."""
+    """Return the stored names of tensors that a family's table marks as `precise`; only a pattern of the user can
+    select them.
+    """
     if bound is None:
         return frozenset()
     precise_tensors = bound.family.precise
@@ -114,19 +116,20 @@ def precise_names(bound: BoundNames | None) -> frozenset[str]:
 
 
 def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str], keep: frozenset[str]) -> Container:
-    """Return a container whose plain floating-point tensors are shown in another dtype.
+    """Return a container whose plain floating-point tensors are shown in a different dtype.
 
     Args:
-        catalog: the tensors of a container.
+        catalog: the stored tensors of a container.
         to: the dtype to cast to: `bf16`, `fp16` or `fp32`.
         only: patterns of tensor names to cast; if empty, all weights except those in `keep`.
         skip: patterns of tensor names that keep their dtype.
         keep: tensor names that are cast only if a pattern of `only` matches them.
 
     Raises:
-        Refused: the catalog's own refusals, because a cast of unknown codes or scales would be wrong; UNSUPPORTED for
-            tensors that may be scales of codes.
-        UsageError: AMBIGUOUS for an unknown dtype, if no tensor is plain, or if a pattern matches no plain tensor.
+        Refused: all refusals of the catalog, because a cast of unknown codes or scales would be wrong; with code
+            UNSUPPORTED, for tensors that may be scales of codes.
+        UsageError: with code AMBIGUOUS, if the dtype is unknown, if no tensor is plain, or if a pattern matches no
+            plain tensor.
     """
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"Choose one of: {', '.join(CASTS)}.")
@@ -174,7 +177,7 @@ def refuse_scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refu
 
     Args:
         names: stored tensor names, or internal names of an encoded tensor's buffers.
-        catalog: the tensors of a container.
+        catalog: the stored tensors of a container.
     """
     buffers = catalog.container.entries
     codes_in: dict[str, list[Entry]] = defaultdict(list)
@@ -192,7 +195,7 @@ def refuse_scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refu
 
 
 def _codes_around(name: str, codes_in: Mapping[str, Sequence[Entry]]) -> Iterator[Entry]:
-    """Yield the quantized codes in the module of a tensor, then the codes in the modules that contain this module."""
+    """Yield the quantized codes in the module of a tensor, then the codes in each enclosing module."""
     holder = _module_name(name)
     while holder:
         yield from codes_in.get(holder, ())
@@ -204,5 +207,5 @@ def _may_scale(entry: Entry, codes: Entry) -> bool:
 
 
 def _module_name(name: str) -> str:
-    """Return the name of the module that holds a tensor; for optimizer state, the name of its parameter."""
+    """Return the name of the module that contains a tensor; for optimizer state, return the name of its parameter."""
     return name.rpartition("/" if name.startswith(OPTIMIZER) else ".")[0]

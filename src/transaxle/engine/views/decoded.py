@@ -1,19 +1,21 @@
-"""Encoded tensors shown as plain tensors, with metadata and optimizer parameter groups that match.
+"""Views that show encoded tensors as plain tensors, with metadata and optimizer parameter groups that fit the new
+tensors.
 
-**Decoding** is a view of storage: an encoded tensor becomes a plain tensor in a virtual file.
+**Decoding** is a view of storage: an encoded tensor is shown as a plain tensor in a virtual file.
 
-Reading a range of that file decodes only the values of that range, from only its codes and scales. So planning,
-copying, resharding, comparing and loading need not know that anything was encoded.
+Reading a byte range of that virtual file decodes only the values in that range, and reads only their codes and scales.
+So the code that plans, copies, reshards, compares and loads treats the tensor as a plain tensor.
 
-**Header notes**: what a container's metadata says about encoded tensors, removed when it is no longer true.
+**Header notes**: the descriptions of encoded tensors in a container's metadata, which are removed when they are no
+longer true.
 
-torchao's files describe each tensor in the header's metadata, and list all tensor names there. After a tensor was
-decoded or renamed, its old description must not be copied into the target.
+For example, torchao's files describe each tensor in the header's metadata, and list all tensor names in that metadata.
+After a tensor was decoded or renamed, its old description must not be copied into the target.
 
-**Parameter groups** in another dialect: each group's settings follow its parameters to their new names.
+**Parameter groups** of an optimizer: if parameters get new names, their groups list the new names.
 
-A tensor composed of several parameters (a stack, a fused projection) is one parameter of the target. So all of these
-parameters must be in one group: an optimizer cannot train parts of a parameter with different settings.
+A tensor composed of several parameters (a stack, a fused projection) is a single parameter of the target. So all these
+parameters must be in one group, because an optimizer cannot train parts of a parameter with different settings.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
     """Return a container's metadata without the descriptions of some tensors.
 
     Args:
-        metadata: metadata of one file, or of several files; a key on which files differ is prefixed with `file:`.
-        names: names of the tensors whose descriptions to remove; None: all tensors.
+        metadata: metadata of one file, or joint metadata of several files, in which a key whose values differ between
+            files has the prefix `file:`.
+        names: names of the tensors whose descriptions are removed; None means all tensors.
     """
     remaining = dict(metadata)
     for key in metadata:
@@ -74,7 +77,7 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
 
 
 def join_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a container's metadata with one joint list of tensors instead of one list per file."""
+    """Return a container's metadata with one joint list of tensor names instead of one list per file."""
     lists = [key for key in metadata if key.endswith(f":{NAMES}")]
     try:
         names = dict.fromkeys(str(name) for key in lists for name in parse_json(metadata[key]))
@@ -85,12 +88,12 @@ def join_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
-"""Name of a dtype to which users can decode -> the dtype's safetensors code."""
+"""Name of a dtype to which users can decode -> safetensors code of this dtype."""
 _FILE = "decoded:"
 _BAND = 1 << 18
-"""Number of tensor elements that are decoded at a time."""
+"""Number of tensor elements that are decoded at once."""
 _CHUNK = 1 << 20
-"""Number of bytes of scales that are read at a time."""
+"""Number of bytes of scales that are read at once."""
 _CACHE_BYTES = 16 << 20
 """Size of the cache of scales in bytes."""
 
@@ -98,7 +101,9 @@ ScaleArray: TypeAlias = "npt.NDArray[Any]"
 
 
 class RowMajorBytes:
-    """The bytes of one stored buffer in row-major order, however it is cut into chunks; unfilled bytes are zero."""
+    """The bytes of one stored buffer in row-major order, however the buffer is cut into chunks; bytes that are not
+    stored are zero.
+    """
 
     def __init__(self, reader: Readable, transfers: list[Transfer]) -> None:
         self._reader = reader
@@ -129,7 +134,7 @@ class RowMajorBytes:
 
 
 class _ScaleCache:
-    """The most recently used chunks of scales; safe to share between threads."""
+    """The most recently used chunks of scales; several threads can share the cache."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -137,7 +142,7 @@ class _ScaleCache:
         self._size = 0
 
     def get(self, key: tuple[str, int]) -> Bytes | None:
-        """Return the cached chunk of scales under a key; None if there is none."""
+        """Return the cached chunk of scales with a given key; None if it is not cached."""
         with self._lock:
             cached = self._entries.get(key)
             if cached is not None:
@@ -145,7 +150,7 @@ class _ScaleCache:
             return cached
 
     def put(self, key: tuple[str, int], data: Bytes) -> None:
-        """Add a chunk of scales, and drop the least recently used chunks if the cache is too large."""
+        """Add a chunk of scales, and drop the least recently used chunks if the cache has become too large."""
         with self._lock:
             if key not in self._entries:
                 self._entries[key] = data
@@ -159,10 +164,10 @@ class Decoder:
 
     Args:
         tensor: the encoded tensor.
-        source: turns the tensor's buffers into transfers (reads of byte ranges).
-        reader: reads the files that store the buffers.
-        dtype: safetensors code of the decoded values' dtype.
-        cache: cache of scales, shared between decoders.
+        source: object that turns the tensor's buffers into transfers (reads of byte ranges).
+        reader: object that reads the files in which the buffers are stored.
+        dtype: safetensors code of the dtype of the decoded values.
+        cache: cache of scales, which several decoders share.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class Decoder:
         shape = (1,) * (2 - len(tensor.shape)) + tensor.shape
         tile = (1,) * (2 - len(tensor.shape)) + tensor.encoding.tiles(tensor.shape)
         self._encoding = replace(tensor.encoding, tile=tensor.encoding.tile[-2:])
-        """The encoding of one matrix of the tensor, which may be a stack of matrices."""
+        """The encoding of a single matrix; the tensor may be a stack of matrices."""
         *outer, self._rows, self._columns = shape
         *steps, self._tile_rows, self._tile_columns = tile
         self._bits = tensor.encoding.code_bits
@@ -187,7 +192,7 @@ class Decoder:
         for dim, (size, step) in enumerate(zip(outer, steps, strict=True)):
             numbers = numbers.take(np.arange(size) // step, dim)
         self._grids: list[int] = numbers.reshape(-1).tolist()
-        """For each matrix of the tensor, the index of the matrix's grid of scales."""
+        """For each matrix of the tensor, the index of the grid of scales that belongs to it."""
         if self._bits < 8 and self._columns % 2:
             message = f"rows of {self._columns} codes of {self._bits} bits do not fill whole bytes"
             raise refuse("UNSUPPORTED", message, tensor=tensor.name)
@@ -215,7 +220,9 @@ class Decoder:
         out[:] = elements.view(np.uint8)[begin : begin + len(out)]
 
     def scales(self, first: int, last: int) -> npt.NDArray[np.float64]:
-        """Return the scale of each element in a range: its tile's scale, times the global scale if there is one."""
+        """Return the scale of each element in a range: the scale of its tile, times the global scale if the tensor has
+        one.
+        """
         out = np.empty(last - first, np.float64)
         position = 0
         for row, rows, column, columns in self._boxes(first, last):
@@ -229,14 +236,14 @@ class Decoder:
 
     @property
     def step(self) -> RecodedTensor:
-        """See `Computed`."""
+        """The step of the plan that describes this decoding; see `Computed.step`."""
         tensor = self.tensor
         return RecodedTensor(tensor.name, "decoded", tensor.encoding.name, tensor.convention, self.dtype, tensor.shape)
 
     def measure(self) -> tuple[Error, int]:
-        """Return the rounding error of the decoded values against exact products of code and scale, for all elements.
+        """Return the rounding error of all decoded values, compared with the exact products of code and scale.
 
-        A finite product that overflows counts as an infinite error.
+        A finite product that overflows is counted as an infinite error.
         """
         from transaxle.encodings.arithmetic.codec import decode_error
 
@@ -252,7 +259,7 @@ class Decoder:
 
         position = 0
         for row, rows, column, columns in self._boxes(first, last):
-            # Packed codes are read in whole bytes: extend the range of columns to even bounds.
+            # Packed codes are read in whole bytes, so the range of columns is extended to even bounds.
             left, right = (column & ~1, column + columns + 1 & ~1) if self._bits < 8 else (column, column + columns)
             codes, scale, phase = self._read_box(row, rows, left, right - left)
             into = out[position : position + rows * columns].reshape(rows, columns)
@@ -271,7 +278,9 @@ class Decoder:
             position += rows * columns
 
     def _boxes(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
-        """Split a range of elements into boxes `(row, rows, column, columns)` of one matrix each, in order."""
+        """Split a range of elements into boxes `(row, rows, column, columns)`, in order; each box is within one
+        matrix.
+        """
         width = self._columns
         while first < last:
             row, column = divmod(first, width)
@@ -295,7 +304,7 @@ class Decoder:
         return codes.reshape(rows, columns * self._bits // 8), *self._scales_of(row, rows, column, columns)
 
     def _scales_of(self, row: int, rows: int, column: int, columns: int) -> tuple[ScaleArray, tuple[int, int]]:
-        """Read the scales of a box within one matrix, and the box's offset in its first tile."""
+        """Read the scales of a box within one matrix, and return them with the box's offset in its first tile."""
         number, inside = divmod(row, self._rows)
         top = self._grids[number] * self._grid_rows
         scale = self._scales(top + inside // self._tile_rows, top + (inside + rows - 1) // self._tile_rows + 1)
@@ -319,7 +328,7 @@ class Decoder:
         return numpy_dtype(self._source.entries[buffer_name(self.tensor.name, Role.SCALE)].dtype)
 
     def _scales(self, first: int, last: int) -> ScaleArray:
-        """Return rows of the grid of scales, which is read in chunks that are cached."""
+        """Return rows of the grid of scales; the grid is read in chunks, which are cached."""
         width = self._grid_columns * self._scale_dtype.itemsize
         rows_per_chunk = max(1, _CHUNK // width)
         chunks = []
@@ -341,7 +350,9 @@ class Decoder:
 
     @cached_property
     def _factors(self) -> list[float]:
-        """For each matrix, the factor by which products of code and scale are multiplied: the global scale, or 1."""
+        """For each matrix, the factor by which products of code and scale are multiplied: the global scale, or 1
+        without one.
+        """
         count = len(self._grids)
         if Role.GLOBAL not in self.tensor.parts:
             return [1.0] * count
@@ -354,7 +365,7 @@ class Decoder:
 
 
 def recode_as_plain(recode: Recode) -> Recode:
-    """Return a version of `recode` that treats a tensor which this view decodes as a plain tensor."""
+    """Return a version of the function `recode` that treats tensors which this view decodes as plain tensors."""
 
     def form(name: str, stored: NumberFormat) -> NumberFormat:
         return recode(
@@ -365,19 +376,20 @@ def recode_as_plain(recode: Recode) -> Recode:
 
 
 def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container:
-    """Return a container that shows the chosen encoded tensors as plain, decoded tensors.
+    """Return a container in which the chosen encoded tensors appear as plain, decoded tensors.
 
     Args:
-        catalog: the tensors of a container.
-        chosen: table names of the encoded tensors to decode.
-        dtype: safetensors code of the decoded values.
+        catalog: the stored tensors of a container.
+        chosen: names of the encoded tensors to decode, as the conversion tables spell them.
+        dtype: safetensors code of the dtype of the decoded values.
 
     Returns:
-        A container with a plain entry under each chosen name instead of the tensor's buffers. Left out are input
-        scales, which belong to a layer's activations, and tensors that only training with codes needs.
+        A container that has, instead of the buffers of each chosen tensor, one plain entry with the tensor's name.
+        Input scales, which belong to a layer's activations, and tensors that are needed only for training with codes
+        are omitted.
 
     Raises:
-        Refused: UNSUPPORTED for a tensor whose rows of codes are not whole bytes.
+        Refused: with code UNSUPPORTED, if a row of a tensor's codes is not a whole number of bytes.
     """
     container = catalog.container
     source, cache = Source(container, catalog.buffers), _ScaleCache()
@@ -385,7 +397,7 @@ def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Cont
     parts = {stored: role for tensor in tensors.values() for role, stored in tensor.parts.items()}
     input_scales = {stored: container.entries[stored] for stored, role in parts.items() if role is Role.INPUT_SCALE}
     prefix = _FILE
-    # Choose a prefix for virtual files that no real file's name begins with.
+    # The prefix for virtual files must not be the beginning of a real file's name.
     while any(name.startswith(prefix) for name in container.files):
         prefix += ":"
     entries: dict[str, Entry] = {}
@@ -416,12 +428,14 @@ def rename_groups(
     """Return the optimizer's parameter groups with the parameter names of the target.
 
     Args:
-        groups: groups with the parameter names of the source.
+        groups: parameter groups with the parameter names of the source.
         targets: the tensors of the target.
-        problems: receives UNSUPPORTED for every target tensor whose parameters are in different groups.
+        problems: list to which a refusal (UNSUPPORTED) is added for every target tensor whose parameters are in
+            different groups.
 
-    If a target's optimizer state comes from different source parameters than its values, its group comes from the
-    state's parameters: a file may store a fused parameter's values in parts, but its state and group whole.
+    If a target's optimizer state comes from different source parameters than its values, its group is that of the
+    state's parameters. The reason is that a file may store the values of a fused parameter in parts, but its state and
+    its group whole.
     """
     groups = list(groups)
     group_of = group_numbers(groups)
@@ -457,7 +471,9 @@ def rename_groups(
 
 
 def _describe_unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int]) -> str:
-    """Describe which source parameters of a target tensor are trained with settings different from the first one's."""
+    """Describe which source parameters of a target tensor are trained with settings that differ from those of the first
+    parameter.
+    """
     first, *other_sources = sources
     unlike_source = next(name for name in other_sources if group_of.get(name) != group_of.get(first))
     memberships: Sequence[str] = [

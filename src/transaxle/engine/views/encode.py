@@ -1,8 +1,8 @@
-"""Encoding: the last step of a planned tensor, which computes one stored buffer (such as codes or scales) from values.
+"""Encoding: the last step for a planned tensor, which computes one stored buffer (such as codes or scales) from values.
 
-Values are read in bands of whole tile rows, because a codec needs no more at a time; every matrix of a stack is tiled
-separately. Each buffer is a planned tensor of its own and reads the values separately. If a matrix has a global scale,
-the matrix's amax (largest absolute value) is computed before anything is written.
+Values are read in bands of whole rows of tiles, because a codec needs no more values at once. Every matrix of a stack
+is divided into tiles separately. Each buffer is a separate planned tensor, for which the values are read separately. If
+a matrix has a global scale, the amax (largest absolute value) of the matrix is computed before anything is written.
 
 The module also selects tensors by patterns of their names.
 """
@@ -31,17 +31,18 @@ from transaxle.formats.catalog import nbytes, numpy_dtype
 def select_names(
     names: Iterable[str], only: Sequence[str], skip: Sequence[str], noun: str, default: Sequence[str] | None = None
 ) -> list[str]:
-    """Select names by the user's patterns.
+    """Select names with the user's patterns.
 
     Args:
         names: the names to select from; the selected names keep this order.
-        only: patterns of names to select, in which `*` stands for any characters; if empty, `default` is selected.
-        skip: patterns of names to leave out.
-        noun: what the names stand for (such as `tensor`), for error messages.
-        default: names selected if `only` is empty; None: all names.
+        only: patterns of names to select, in which `*` matches any characters; if there are none, `default` is
+            selected.
+        skip: patterns of names to omit.
+        noun: what the names denote (such as `tensor`), for error messages.
+        default: names that are selected if `only` is empty; None means all names.
 
     Raises:
-        UsageError: AMBIGUOUS for a pattern that matches no name.
+        UsageError: with code AMBIGUOUS, if a pattern matches no name.
     """
     all_names = list(names)
     idle = [pattern for pattern in (*only, *skip) if not any(fnmatchcase(name, pattern) for name in all_names)]
@@ -67,29 +68,32 @@ _PLAIN_WORDS = frozenset({
 })  # fmt: skip
 """A tensor whose name contains one of these words is never quantized; `mtp_norm` counts as two words."""
 _PLAIN_PARTS = ("emb", "norm")
-"""A tensor whose name has a word that contains one of these texts (`embeddings`, `layernorm`) is never quantized."""
+"""A tensor is never quantized if a word of its name contains one of these texts, as in `embeddings` or `layernorm`."""
 _WORD = re.compile(r"[a-z]+")
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
-"""Matches a segment of a tensor name that is only a number, such as that of a layer or an expert."""
+"""Pattern of a segment of a tensor name that is only a number, such as that of a layer or an expert."""
 _NO_LINEAR = re.compile(
     r"(?:.*\.)?(?:gate|shared|output_projection|predictions\.decoder|query_feat|[^.]*conv[^.]*|[^.]*_weight)\.weight"
     r"|(?:.*\.)?(?:DenseReluDense\.wo|weights_proj|compressor\.(?:indexer\.)?(?:wkv|wgate|kv_proj|gate_proj))\.weight"
     r"|qformer\..*"
 )
-"""Matches names of routers, embeddings, heads and convolutions, which derived tables do not tell from linear layers.
+"""Pattern of names of routers, embeddings, heads and convolutions, which derived tables do not distinguish from linear
+layers.
 
-Also matches names of linear layers that transformers never treats as encoded, because transformers keeps these layers
-in float32, or mistakes a layer whose name ends with `_weight` for a weight.
+The pattern also matches linear layers that transformers never treats as encoded. It keeps some of these layers in
+float32, and mistakes a layer whose name ends in `_weight` for a weight.
 """
 _LEFT_PLAIN_NOTE = "left plain"
 _ENCODED_NOTE = "encoded, as --only says"
 _EXPERT = "expert"
 _CONV2D_DIMS = 4
-"""Number of dims that the weight of a 2-D convolution has."""
+"""Number of dims of the weight of a 2-D convolution."""
 _LAYER_WEIGHT = re.compile(rf".*\.weight\d*|.*{_EXPERT}.*")
-"""Matches names of layers' weights, including stacked experts. Further parameters belong to no linear layer."""
+"""Pattern of names of layers' weights, including stacked experts. Parameters with different names do not belong to
+linear layers.
+"""
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
-"""Names of further logical tensors that are never quantized."""
+"""Names of additional logical tensors that are never quantized."""
 _WAY_OUT = "Leave it out with --skip, or name others with --only."
 
 
@@ -97,9 +101,9 @@ class Encode(msgspec.Struct, frozen=True):
     """The user's request to encode (quantize) tensors."""
 
     encoding: str
-    """Name of the encoding, one of `METHODS`."""
+    """Name of the encoding to write, one of `METHODS`."""
     only: tuple[str, ...] = ()
-    """Patterns of target tensor names to encode; if empty, the weights of linear layers are encoded."""
+    """Patterns of target tensor names to encode; if there are none, the weights of linear layers are encoded."""
     skip: tuple[str, ...] = ()
     """Patterns of target tensor names that are not encoded."""
 
@@ -114,11 +118,11 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """How to compute one buffer (such as the codes) of an encoded tensor from the tensor's values."""
 
     encoding: str
-    """Name of the encoding, a key of `ENCODINGS`."""
+    """Name of the encoding to write, a key of `ENCODINGS`."""
     convention: str
-    """Name of the convention by which buffers are named and scaled, a key of `CONVENTIONS`."""
+    """Name of the convention that determines how buffers are named and scaled, a key of `CONVENTIONS`."""
     role: str
-    """Role of the buffer to compute, a `Role` such as codes or scales."""
+    """The buffer to compute, given as a `Role` such as codes or scales."""
     tensor: str
     """Name of the encoded tensor in the family's table."""
     dtype: str
@@ -128,7 +132,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def spec(self) -> Encoding:
-        """The description of the encoding, from `ENCODINGS`."""
+        """The description of the encoding in `ENCODINGS`."""
         return ENCODINGS[self.encoding]
 
     @property
@@ -138,19 +142,21 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def matrices(self) -> int:
-        """Number of matrices in the tensor, which is a stack of matrices (one for two dims)."""
+        """Number of matrices in the tensor; a tensor with two dims is one matrix, and a tensor with more dims is a
+        stack.
+        """
         return prod(self.shape[:-2])
 
     @property
     def band(self) -> int:
-        """Size in bytes of the smallest band of values that can be encoded: one row of tiles."""
+        """Size in bytes of the smallest band (group of rows) of values that can be encoded: one row of tiles."""
         rows, columns = self.shape[-2:]
         return min(self.spec.tiles(self.shape)[-2], rows) * columns * numpy_dtype(self.dtype).itemsize
 
     def bands(self, room: int) -> Iterator[tuple[int, int, int]]:
-        """Yield `(matrix, first row, last row)` of each band, in order.
+        """Yield `(matrix, first row, last row)` of each band (group of rows), in order.
 
-        A band has as many rows of tiles as fit into `room` bytes, at least one.
+        A band has as many rows of tiles as fit into `room` bytes, but at least one.
         """
         rows = self.shape[-2]
         tile = self.spec.tiles(self.shape)[-2]
@@ -160,11 +166,13 @@ class Step(msgspec.Struct, frozen=True, gc=False):
                 yield number, first_row, min(first_row + step, rows)
 
     def global_scale(self, size: float) -> np.float32:
-        """Return the global scale of a matrix with the amax `size`."""
+        """Return the global scale of a matrix whose amax (largest absolute value) is `size`."""
         return CONVENTIONS[self.convention].global_from_amax(size, self.spec)
 
     def factor(self, sizes: Sequence[float], number: int) -> float:
-        """Return the factor by which decoding multiplies the values of a matrix, beside the scales of the tiles."""
+        """Return the factor by which decoding multiplies the values of a matrix, in addition to the scales of the
+        tiles.
+        """
         if not self.spec.has_global:
             return 1.0
         return CONVENTIONS[self.convention].factor(float(self.global_scale(sizes[number])), self.spec)
@@ -179,14 +187,14 @@ Values = Callable[[Sequence[int]], Iterator[memoryview]]
 def buffer_blocks(
     step: Step, values: Values, sizes: Sequence[float], *, room: int, report_error: Measure
 ) -> Iterator[memoryview]:
-    """Produce the bytes of one buffer of an encoded tensor, in order.
+    """Produce the bytes of one buffer of an encoded tensor, in order and in blocks.
 
     Args:
-        step: the buffer to compute.
-        values: reads the values of the tensor.
-        sizes: amax (largest absolute value) of each matrix, if matrices have global scales.
-        room: bytes of values per band, unless one row of tiles takes more.
-        report_error: called with the rounding error of each band of codes.
+        step: the description of the buffer to compute.
+        values: function that reads the values of the tensor.
+        sizes: the amax (largest absolute value) of each matrix, if matrices have global scales.
+        room: number of bytes of values per band (group of rows); a single row of tiles may exceed it.
+        report_error: function called with the rounding error of each band of codes.
     """
     if step.role == Role.GLOBAL:
         yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
@@ -209,7 +217,9 @@ def buffer_blocks(
 
 
 def matrix_amaxes(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
-    """Return the amax (largest absolute value) of each matrix of a tensor; for the arguments see `buffer_blocks`."""
+    """Return the amax (largest absolute value) of each matrix of a tensor; for a description of the arguments see
+    `buffer_blocks`.
+    """
     from transaxle.encodings.arithmetic.codec import amax
 
     kind = numpy_dtype(step.dtype)
@@ -234,20 +244,21 @@ def choose(
 
     Args:
         view: the tensors of the target.
-        request: the user's request. If it has no patterns, the weights of linear layers according to the family's table
-            are chosen, never embeddings, heads, routers, norms, biases, sinks or encoded tensors.
-        components: target tensor name -> the logical tensors in it, for targets that the family's table reads.
-        across: names of target tensors whose rows do not run along the input dim of their layers.
-        unread: name of a target tensor whose codes transformers would read wrongly -> reason. Such a tensor is encoded
-            only if the user's patterns name it.
+        request: the user's request to encode tensors. If the request has no patterns, the weights of linear layers
+            according to the family's table are chosen, but never embeddings, heads, routers, norms, biases, sinks or
+            encoded tensors.
+        components: target tensor name -> names of its logical tensors, for targets that the family's table describes.
+        across: names of target tensors whose rows are not aligned with the input dim of their layers.
+        unread: name of a target tensor whose codes transformers would read wrongly -> the reason. Such a tensor is
+            encoded only if a pattern of the user matches its name.
 
     Returns:
-        Names of the tensors to encode, refusals of requested tensors that cannot be encoded, and notes about codes that
+        Names of the tensors to encode; refusals of requested tensors that cannot be encoded; and notes about codes that
         transformers would read wrongly.
 
     Raises:
-        UsageError: AMBIGUOUS if a pattern matches no tensor, if neither a table nor a pattern selects tensors, or if no
-            tensor is left to encode.
+        UsageError: with code AMBIGUOUS, if a pattern matches no tensor, if neither a table nor a pattern selects
+            tensors, or if no tensor remains to be encoded.
     """
     buffers = {stored for one in view.encoded.values() for stored in one.parts.values()}
     plain = {name: target for name, target in view.targets.items() if name not in buffers and _is_weight(target)}
@@ -274,7 +285,7 @@ def choose(
 
 
 def _notes(unread: Mapping[str, str], text: str) -> Iterator[str]:
-    """Yield one note per reason why transformers would read codes wrongly; `*` replaces numbers in tensor names."""
+    """Yield one note per reason why transformers would read codes wrongly; in tensor names, `*` replaces numbers."""
     for reason in dict.fromkeys(unread.values()):
         names = [name for name, why in unread.items() if why == reason]
         patterns = ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
@@ -283,7 +294,7 @@ def _notes(unread: Mapping[str, str], text: str) -> Iterator[str]:
 
 
 def _misfit(view: View, target: Target | None, encoding: Encoding, name: str, *, across: bool) -> str:
-    """Return the reason why a tensor cannot be encoded; empty if the tensor can be encoded."""
+    """Return the reason why a tensor cannot be encoded; return "" if it can be encoded."""
     if target is None:
         return f"the tensor is already encoded in {view.encoded[name].encoding.name}: decode it first"
     dtype, shape = view.form_of(name)
@@ -308,10 +319,10 @@ def _is_weight(target: Target) -> bool:
 
 
 def _is_linear(target: Target, components: Sequence[str]) -> bool:
-    """Tell whether a target tensor consists only of weights of linear layers, judging by its names and shape."""
+    """Return whether a target tensor consists only of weights of linear layers, as far as its names and shape show."""
     if not components or len(target.shape) < 2 or 1 in target.shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
         return False
-    # 4 dims may also be layers, experts, rows, columns
+    # a tensor with 4 dims may also have the dims layers, experts, rows, columns
     of_picture = len(target.shape) == _CONV2D_DIMS and _EXPERT not in target.name
     if of_picture or not _LAYER_WEIGHT.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
         return False
