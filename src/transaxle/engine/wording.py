@@ -1,12 +1,12 @@
-"""Numbers, sizes and folded tensor names in readable form.
+"""Writes numbers, sizes and folded tensor names as readable text.
 
 Reports and the command line write numbers with decimal units: 1 GB is 10^9 bytes.
 
-**Folding names** shows eighteen thousand tensor names on twenty lines, and never shows a name that does not exist.
+**Folding names** prints eighteen thousand tensor names in twenty lines, and never prints a name that does not exist.
 
-Names that differ only in their indices, with equal dtype and shape, become one row with the sets of these indices:
-`model.layers.[0-47].mlp.experts.[0-127].gate_proj.weight`. A row stands for every combination of its indices and
-for no other name, so if a combination is missing, the names need several rows.
+Names that differ only in their indices, with equal dtype and shape, become one row that contains the sets of these
+indices: `model.layers.[0-47].mlp.experts.[0-127].gate_proj.weight`. A row represents every combination of its indices
+and no other name. So if a combination is missing, several rows are needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _COUNTS = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
 
 
 def significant(value: float) -> str:
-    """Write a number below a thousand as text with at most three or four significant digits."""
+    """Return a number below a thousand as text with at most three or four significant digits."""
     text = f"{value:.2f}" if value < 100 else f"{value:.1f}"
     return text.rstrip("0").rstrip(".")
 
 
 def parameters(count: int) -> str:
-    """Write a number of parameters as text: `30.53 B parameters`, `13,936 parameters`."""
+    """Return a number of parameters as text: `30.53 B parameters`, `13,936 parameters`."""
     for unit, letter in _COUNTS:
         if count >= unit:
             return f"{significant(count / unit)} {letter} parameters"
@@ -38,7 +38,7 @@ def parameters(count: int) -> str:
 
 
 def size(count: int) -> str:
-    """Write a number of bytes as text: `61.06 GB`, `512 B`."""
+    """Return a number of bytes as text: `61.06 GB`, `512 B`."""
     for unit, letter in _STEPS:
         if count >= unit:
             return f"{significant(count / unit)} {letter}B"
@@ -46,17 +46,17 @@ def size(count: int) -> str:
 
 
 def plural(count: int, noun: str, plural_noun: str = "") -> str:
-    """Write a number with its noun in singular or plural: `1 tensor`, `18,867 tensors`."""
+    """Return a number with its noun in singular or plural: `1 tensor`, `18,867 tensors`."""
     return f"{count:,} {noun if count == 1 else plural_noun or f'{noun}s'}"
 
 
 def tensors_in_words(count: int, optimizer: int) -> str:
-    """Write a number of tensors, and how many of these tensors are optimizer state if there is some."""
+    """Return a text with the number of tensors, and with how many of them are optimizer state if there is any."""
     return plural(count, "tensor") + (f", {optimizer:,} of them optimizer state" if optimizer else "")
 
 
 def duration(seconds: float) -> str:
-    """Write a duration as text: `0.02 s`, `25.1 s`, `1:02:03`."""
+    """Return a duration as text: `0.02 s`, `25.1 s`, `1:02:03`."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     minutes, whole_seconds = divmod(round(seconds), 60)
@@ -66,61 +66,64 @@ def duration(seconds: float) -> str:
 
 def notebook(text: str) -> str:
     """Return a plain text as escaped HTML for a notebook."""
-    from html import escape  # a large module that only notebooks need
+    from html import escape  # `html` is a large module that only notebooks need
 
     return f"<pre>{escape(text)}</pre>"
 
 
 def speed(count: int, seconds: float) -> str:
-    """Write a speed, from bytes and seconds, as text: `2.4 GB/s`."""
+    """Return a speed, computed from bytes and seconds, as text: `2.4 GB/s`."""
     return f"{size(round(count / max(seconds, 1e-9)))}/s"
 
 
 def percent(part: int, whole: int) -> str:
-    """Write a fraction in whole percent: `100 %` only if part equals whole, which includes zero of zero."""
+    """Return a fraction in whole percent. The result is `100 %` only if part equals whole, which includes zero of
+    zero.
+    """
     share = 100 if part >= whole else min(99, round(100 * part / whole))
     return f"{share} %"
 
 
 _INDEX = re.compile(r"(?:(?<![^./#])|(?<=\.weight)(?=[0-9]+$)|(?<=\.bias)(?=[0-9]+$))(0|[1-9][0-9]*)(?![^./])")
-"""Matches an index in a tensor name: a whole segment (`layers.12.`), or the number of a weight in one module
-(`linear_fc1.weight7`)."""
+"""Pattern of an index in a tensor name: a whole segment (`layers.12.`), or the number at the end of a weight's name
+(`linear_fc1.weight7`).
+"""
 
 _MAX_INDICES = 8
-"""Number of indices in a tensor name that are folded; further indices in the name are treated as text."""
+"""Largest number of indices in a tensor name that are folded; any further indices in the name are treated as text."""
 
 Position = tuple[int, ...]
 Indices = tuple[tuple[int, ...], ...]
-"""For each index position in a tensor name, the sorted indices that occur there."""
+"""For each position of an index in a tensor name, the sorted indices that occur at this position."""
 
 
 class FoldedRow(msgspec.Struct, frozen=True):
-    """One printed row that stands for several tensor names which differ only in their indices."""
+    """One printed row that represents several tensor names, which differ only in their indices."""
 
     name: str
-    """The row's names folded into one text: `layers.[0-2,5].weight`."""
+    """The row's names, folded into one text: `layers.[0-2,5].weight`."""
     names: tuple[str, ...]
-    """All names that the row stands for, sorted by index."""
+    """All names that the row represents, sorted by index."""
     key: Hashable = None
-    """Key that all names of the row share, such as dtype and shape."""
+    """Key (such as dtype and shape) that all names of the row have in common."""
     literals: tuple[str, ...] = ()
-    """Pieces of text that the row's names have around their indices; empty for a single name that was not folded."""
+    """The texts around the indices in the row's names; empty for a single name that was not folded."""
     sets: Indices = ()
-    """For each index position in the names, the set of indices that the row stands for."""
+    """For each position of an index in the names, the indices that the row represents."""
 
     @property
     def count(self) -> int:
-        """Number of names that the row stands for."""
+        """Number of names that the row represents."""
         return len(self.names)
 
     @property
     def times(self) -> str:
-        """The number of names as printed: `x48`; empty for a single name."""
+        """The number of names as it is printed: `x48`; empty for a single name."""
         return f"x{self.count}" if self.count > 1 else ""
 
 
 def index_ranges(indices: Sequence[int]) -> str:
-    """Write sorted indices as text: `7`, `[0-47]`, `[0-2,5]`."""
+    """Return sorted indices as text: `7`, `[0-47]`, `[0-2,5]`."""
     if len(indices) == 1:
         return str(indices[0])
     runs: list[list[int]] = []
@@ -133,10 +136,10 @@ def index_ranges(indices: Sequence[int]) -> str:
 
 
 def index_products(positions: Iterable[Position]) -> list[Indices]:
-    """Express a set of index tuples as the union of a few Cartesian products of index sets.
+    """Express a set of tuples of indices as the union of a few Cartesian products of sets of indices.
 
     Returns:
-        Disjoint products whose union is the given set, each with one sorted tuple of indices per position.
+        Disjoint products whose union is the given set; each product has one sorted tuple of indices per position.
     """
     grouped: dict[int, set[Position]] = {}
     for position in positions:
@@ -150,7 +153,7 @@ def index_products(positions: Iterable[Position]) -> list[Indices]:
 
 
 def split_name(name: str) -> tuple[tuple[str, ...], Position]:
-    """Split a tensor name into the pieces of text around its indices, and the indices."""
+    """Split a tensor name into the texts around its indices, and the indices."""
     parts = _INDEX.split(name, maxsplit=_MAX_INDICES)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
@@ -159,11 +162,11 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[F
     """Fold tensor names that differ only in their indices into rows.
 
     Args:
-        names: tensor names in the order in which the rows shall begin.
+        names: tensor names, in the order in which the rows are to begin.
         keys: one key per name; only names with equal keys are folded together.
 
     Returns:
-        Rows in the order of their first names; together the rows stand for exactly the given names.
+        Rows in the order of their first names; together they represent exactly the given names.
     """
     groups: dict[tuple[tuple[str, ...], Hashable], dict[Position, str]] = {}
     listed = list(names)
@@ -181,6 +184,6 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[F
 
 
 def fold_to_text(names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the texts of the few rows into which tensor names fold."""
+    """Yield the text of each row into which the given tensor names are folded."""
     for row in fold(sorted(names, key=natural)):
         yield f"{row.name}  {row.times}".rstrip()

@@ -1,12 +1,13 @@
-"""Saving in the background: take a snapshot, which a separate process writes while training continues.
+"""Saving in the background: `async_save` takes a snapshot of the model, and a separate process writes it while training
+continues.
 
-The snapshot is a copy in shared CPU memory, which the next snapshot reuses. Changes to the model after `async_save` has
-returned never reach the files. Each rank has one background process.
+The snapshot is a copy in shared CPU memory; the next snapshot uses the same memory. Changes to the model after
+`async_save` has returned are not written to the files. Each rank has one background process.
 
-A program that ends waits for its save first, so every snapshot is written unless the program is killed. `atexit` cannot
-do this: its functions do not run in processes that multiprocessing has forked, such as the ranks of some launchers.
-multiprocessing's finalizers run in all processes. A function called at exit cannot change the exit code, but a standard
-stream that fails to flush can: Python then exits with code 120.
+A program waits for its save before it ends, so every snapshot is written unless the program is killed. `atexit` cannot
+be used for this, because its functions do not run in processes that multiprocessing has forked, such as the ranks of
+some launchers. The finalizers of multiprocessing run in all processes. A function called at exit cannot change the exit
+code. But if a standard stream fails to flush, Python exits with code 120, so a failed save replaces a stream.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ from transaxle.torch_tensors import Bytes, Ranks, copy_into, local_of, local_par
 
 _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0
-"""Seconds to wait for a background process to end by itself before it is killed."""
+"""Seconds to wait until a background process ends by itself, before it is killed."""
 _LOOK = 0.5
-"""Seconds between two checks for lost background processes, while waiting for an answer."""
+"""Seconds between two checks for lost background processes, during the wait for an answer."""
 _PREFIX = "transaxle: "
 
 
 class Saver:
-    """The background process of this rank, and the shared memory from which the process reads snapshots.
+    """The background process of this rank, and the shared memory from which this process reads snapshots.
 
     Args:
         world: the ranks that save together.
@@ -91,8 +92,8 @@ class Saver:
         self._child_end = child_end
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's tensors into shared memory, with the previous layout if the tensors have equal dtypes and
-        shapes.
+        """Copy this rank's tensors into shared memory; if they have the same dtypes and shapes as before, the layout
+        stays the same.
         """
         locals_ = {name: local_of(tensor) for name, tensor in tensors.items()}
         on_gpu = any(local.is_cuda for local in locals_.values())
@@ -112,13 +113,15 @@ class Saver:
             torch.cuda.synchronize()
 
     def reserve(self, size: int, *, on_gpu: bool) -> Region:
-        """Return shared memory of at least `size` bytes, page-locked for GPU copies if `on_gpu`."""
+        """Return shared memory of at least `size` bytes; if `on_gpu`, it is page-locked, so that copies from a GPU are
+        fast.
+        """
         if self._region is None or size > self._region.size:
             self._unlock()
             if self._sender is not None:
-                self._sender.join()  # no job runs, so the process has received every order for the old memory
+                self._sender.join()  # no save is running, so the process has received every order for the old memory
             self._forget_region()
-            self._buffers, self._region = {}, None  # release the old memory before allocating the new one
+            self._buffers, self._region = {}, None  # release the old memory before allocating new memory
             try:
                 self._region, self._new_region = Region(size), True
             except OSError as error:
@@ -134,12 +137,14 @@ class Saver:
             self._page_lock = None
 
     def _forget_region(self) -> None:
-        """Close shared memory that was never sent to the process; after sending, the process keeps it mapped."""
+        """Close shared memory that was never sent to the background process; memory that was sent stays mapped in that
+        process.
+        """
         if self._region is not None and (self._sender is None or not self._sender.is_alive()):
             self._region.close()
 
     def _start(self) -> None:
-        """Start the background process if it has not been started yet."""
+        """Start the background process if it is not running yet."""
         if self._process.pid is not None:
             return
         try:
@@ -153,10 +158,10 @@ class Saver:
         self._child_end.close()
 
     def warm_up(self) -> None:
-        """Start the background process, and wait until it is ready for an order.
+        """Start the background process, and wait until it can receive an order to save.
 
         Raises:
-            TransaxleError: the background process of some rank is lost; all ranks raise it.
+            TransaxleError: raised on all ranks, if the background process of any rank is lost.
         """
         with self.kill_on_error():
             self._start()
@@ -168,24 +173,24 @@ class Saver:
             raise answer
 
     def order(self, settings: SaveSettings, state: CollectedState) -> None:
-        """Order the background process (started if needed) to save the snapshot; return without waiting for the
-        save.
+        """Order the background process to save the snapshot, and return without waiting for the save; start the process
+        if needed.
         """
         self._start()
         size = 0 if self._region is None else self._region.size
         form = SnapshotForm(state.global_tensors, self._layout, size)
-        # If the memory is new, the process must map the tensors again, even if the layout is the same.
+        # If the memory is new, the process must map the tensors again, even if their layout is the same.
         changed = None if form == self._form and not self._new_region else form
         self._form = form
         small_state = replace(state, local_tensors={}, global_tensors={})
         order = Order(settings, small_state, changed, self._new_region, dict(os.environ))
         self._sender = threading.Thread(target=self._send, args=(order,), daemon=True)
-        self._sender.start()  # in a thread, since a process that is still starting does not read the pipe
+        self._sender.start()  # sent in a thread, because a process that is still starting does not read from the pipe
 
     @contextmanager
     def kill_on_error(self) -> Iterator[None]:
-        """End the background process if an error such as Ctrl-C leaves the block, or its answer would be taken for a
-        later order's.
+        """End the background process if an error such as Ctrl-C leaves the block; otherwise its answer would be taken
+        as the answer to a later order.
         """
         try:
             yield
@@ -194,8 +199,8 @@ class Saver:
             raise
 
     def _send(self, order: Order) -> None:
-        """Send an order through the pipe; if the process cannot receive the order, `receive_answer` reports the
-        loss.
+        """Send an order through the pipe; if the process cannot receive the order, `receive_answer` reports that the
+        process is lost.
         """
         try:
             with suppress(OSError):
@@ -209,7 +214,9 @@ class Saver:
             raise
 
     def wait_for_answer(self, timeout: float | None) -> bool:
-        """Wait for an answer, or for the loss of a process; return False if neither comes within `timeout` seconds."""
+        """Wait for an answer, or for the loss of a background process; return False if neither happens within `timeout`
+        seconds.
+        """
         end = time.monotonic() + (inf if timeout is None else timeout)
         while True:
             seconds_left = max(0.0, end - time.monotonic())
@@ -219,9 +226,11 @@ class Saver:
                 return False
 
     def receive_answer(self) -> Answer:
-        """Return the answer to the last order; if some rank's process is lost, all ranks return the same error."""
+        """Return the answer to the last order; if the background process of any rank is lost, all ranks return the same
+        error.
+        """
         if not self._pipe.poll() and (loss := self._loss) is not None:
-            return self._kill(loss)  # this rank's process is lost, or waits for a lost process
+            return self._kill(loss)  # this rank's process is lost, or waits for the lost process of another rank
         try:
             answer: Answer = self._pipe.recv()
         except (EOFError, OSError):
@@ -233,8 +242,8 @@ class Saver:
         return answer
 
     def _kill(self, message: str) -> TransaxleError:
-        """Kill this rank's process, because some rank's process is lost, and the remaining processes cannot save
-        without it.
+        """Kill this rank's background process. The process of some rank is lost, and without it no rank's process can
+        save.
         """
         self._has_lost = True
         if self._process.pid is not None:
@@ -244,19 +253,19 @@ class Saver:
 
     @property
     def _loss(self) -> str | None:
-        """Message of the rank whose background process is lost; None if no process is lost."""
+        """Message that names the rank whose background process is lost; None if no process is lost."""
         return None if self._rendezvous is None else self._rendezvous.loss
 
     @property
     def alive(self) -> bool:
-        """Whether the background processes of all ranks still run."""
+        """Whether the background processes of all ranks are still running."""
         return not self._has_lost and self._process.pid is not None and self._process.is_alive()
 
     def close(self, patience: float = _JOIN) -> None:
-        """End the process; an uncommitted save is discarded.
+        """End the background process; a save that is not committed yet is discarded.
 
         Args:
-            patience: seconds to wait for the process to end by itself; an idle process ends at once.
+            patience: seconds to wait until the process ends by itself; an idle process ends immediately.
         """
         self._unlock()
         self._forget_region()
@@ -279,7 +288,7 @@ class SaveJob:
         self._lock = threading.Lock()
         self._was_reported = False
         self.stall = stall
-        """Seconds for which `async_save` held up training."""
+        """Seconds for which `async_save` interrupted training."""
 
     def done(self) -> bool:
         """Return, without waiting, whether the save has ended, successfully or not."""
@@ -289,11 +298,11 @@ class SaveJob:
         """Wait for the save, and return its report.
 
         Args:
-            timeout: seconds to wait; None: without limit.
+            timeout: seconds to wait; None means no limit.
 
         Raises:
-            TransaxleError: the save has failed on some rank; the target is unchanged.
-            TimeoutError: the save has not ended within `timeout` seconds.
+            TransaxleError: if the save has failed on any rank; the target is unchanged.
+            TimeoutError: if the save has not ended within `timeout` seconds.
         """
         if not self._wait(timeout):
             raise TimeoutError(f"not saved after {timeout} s")
@@ -307,13 +316,13 @@ class SaveJob:
         self._wait(None)
 
     def over(self) -> None:
-        """Wait for the save, and raise its error unless `result` has raised it already."""
+        """Wait for the save, and raise its error unless `result` has already raised it."""
         wait_for(self._dst)
         if not self._was_reported:
             self.result()
 
     def end(self) -> None:
-        """Wait for the save at the end of the program; if it failed and `result` was not called, print the error and
+        """Wait for the save at the end of the program. If it failed and `result` was not called, print the error and
         make the program exit with an error code.
         """
         try:
@@ -337,11 +346,11 @@ class SaveJob:
 
 _Key = tuple[int, tuple[int, ...]]
 _SAVERS: dict[_Key, tuple[Saver, SaveJob | None]] = {}
-"""Process id and set of ranks -> background process of these ranks, and its last job."""
+"""(process id, set of ranks) -> background process of these ranks, and its last `SaveJob`."""
 
 
 def _finish(key: _Key) -> None:
-    """Wait for the last job of a background process, and end the process."""
+    """Wait for the last save of a background process, and end the process."""
     saver, job = _SAVERS[key]
     try:
         if job is not None:
@@ -370,20 +379,20 @@ def async_save(
     check_copies: bool = True,
     verify: bool = False,
 ) -> SaveJob:
-    """Take a snapshot and save it in the background; collective over the group. The arguments are the same as for
-    `save`.
+    """Take a snapshot of the model and save it in the background; all ranks of the group must call this function. The
+    arguments are those of `save`.
 
-    At most one save is in flight: the next call waits for it, and raises its error if `result` was not called. A
-    program that ends first waits for its last save, with a message on stderr; if that save fails and `result` was not
-    called, the error is printed on stderr, and the program exits with code 120.
+    At most one save runs at a time. The next call waits for the previous save, and raises its error if `result` was not
+    called. If the program ends while a save is running, it waits for the save, with a message on stderr. If that save
+    fails and `result` was not called, the error is printed on stderr, and the program exits with code 120.
 
     Returns:
-        The running job, with `.done()` and `.result()`. If `.result()` is not called, the next save raises the job's
-        error.
+        The running save, with the methods `done` and `result`. If `result` is not called, the next save raises this
+        save's error.
 
     Raises:
-        TransaxleError: raised on every rank: the state cannot be saved (no snapshot is taken), or the previous save has
-            failed.
+        TransaxleError: raised on every rank, if the state cannot be saved (no snapshot is taken), or the previous save
+            has failed.
     """
     world = World(group)
     begin = time.monotonic()
@@ -398,7 +407,7 @@ def async_save(
     with world.together():
         saver.snapshot(collected.local_tensors)
     with saver.kill_on_error():
-        # A process that begins to write competes for the CPU, so none begins before all ranks have taken their
+        # A process that begins to write competes for the CPU, so no process begins before all ranks have taken their
         # snapshots.
         saver.order(settings, collected)
         job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
@@ -409,20 +418,21 @@ def async_save(
 
 @suggests
 def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group: Ranks | None = None) -> None:
-    """Prepare `async_save`, so that its first call holds up training no longer than later calls; collective.
+    """Prepare `async_save`, so that its first call interrupts training no longer than later calls; all ranks of the
+    group must call this function.
 
-    Starts the background process and allocates memory for the snapshot: as many bytes as this rank's part of the model
-    and of the optimizer's state, including state that the optimizer will create in its first step. Without this call,
-    the first `async_save` does both. It is best called before training begins.
+    The function starts the background process and allocates memory for the snapshot. The memory has the size of this
+    rank's shards of the model and of the optimizer's state, including state that the optimizer will create in its first
+    step. Without this call, the first `async_save` does both. It is best to call this function before training begins.
 
     Args:
         state: the model or state dict that will be saved.
         optimizer: the optimizer whose state will be saved.
-        group: the ranks that will save together; None: all ranks.
+        group: the ranks that will save together; None means all ranks.
 
     Raises:
-        TransaxleError: raised on every rank: the state cannot be saved, a background process is lost, or the previous
-            save has failed and its `result` was not called.
+        TransaxleError: raised on every rank, if the state cannot be saved, a background process is lost, or the
+            previous save has failed and its `result` was not called.
     """
     world = World(group)
     alive = _alive(world)
@@ -437,25 +447,28 @@ def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group:
 
 
 def _alive(world: World) -> Saver | None:
-    """Wait for the last job of these ranks' background process, and return the process; None if some rank has none."""
+    """Wait for the last save of these ranks' background process, and return the process; None if any rank has no
+    process.
+    """
     key = os.getpid(), world.ranks
     saver, last = _SAVERS.get(key, (None, None))
 
     def is_ready() -> bool:
         if last is not None and saver is not None:
             last.over()
-            _SAVERS[key] = saver, None  # only now: if Ctrl-C interrupts the wait, the job still reads the memory
+            # the process is removed only after the wait: if Ctrl-C interrupts the wait, the save still reads the memory
+            _SAVERS[key] = saver, None
         return saver is not None and saver.alive
 
     if all(world.pool(is_ready)):
         return saver
     if saver is not None:
-        saver.close()  # once one rank's process is lost, no rank's process can save
+        saver.close()  # once the background process of one rank is lost, no rank's process can save
     return None
 
 
 def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
-    """Keep a background process for the next save, and arrange that the program waits for its job before it ends."""
+    """Store a background process for the next save, and make the program wait for the process's save before it ends."""
     key = os.getpid(), world.ranks
     if key not in _SAVERS:
         at_end(partial(_finish, key))
@@ -463,7 +476,9 @@ def _keep(world: World, saver: Saver, job: SaveJob | None) -> None:
 
 
 def at_end(work: Callable[[], None]) -> None:
-    """Register a function to be called when this process ends; processes forked from it do not inherit it."""
+    """Register a function that is called when this process ends; processes forked from this process do not inherit
+    it.
+    """
     util.Finalize(None, work, exitpriority=0)
 
 
@@ -475,22 +490,22 @@ def say(message: str) -> None:
 
 
 def fail() -> None:
-    """Make this process, which is ending, exit with a nonzero code: 120, or 1 in a process forked by
-    multiprocessing.
+    """Make this process, which is ending, exit with a nonzero code: 120, or 1 in a process that multiprocessing has
+    forked.
     """
     if sys.stderr is not None and not isinstance(sys.stderr, _Unflushable):
         sys.stderr = _Unflushable(sys.stderr)
 
 
 class _Unflushable:
-    """A stream whose flush fails when the interpreter calls it during shutdown."""
+    """A stream whose `flush` fails if the interpreter calls it during shutdown."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def flush(self) -> None:
-        """Flush the stream; raise an error if the interpreter calls this at shutdown, so that it exits with a nonzero
-        code.
+        """Flush the stream; if the interpreter calls this at shutdown, raise an error, so that Python exits with a
+        nonzero code.
         """
         self._stream.flush()
         caller = sys._getframe().f_back
@@ -502,10 +517,11 @@ class _Unflushable:
 
 
 class PageLock:
-    """Page-locks memory for CUDA until `release`; if CUDA cannot lock it, nothing fails, but copies are slower.
+    """Page-locks memory for CUDA until `release` is called. If CUDA cannot lock it, no error is raised, but copies are
+    slower.
 
     Args:
-        memory: memory that stays mapped until the release.
+        memory: memory that remains mapped until `release` is called.
     """
 
     def __init__(self, memory: Bytes) -> None:
@@ -515,12 +531,13 @@ class PageLock:
     def _register(memory: Bytes) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)) == 0:
             return True
-        with suppress(RuntimeError):  # consume the error, which torch would report at the next kernel launch
+        # clear the CUDA error, which torch would otherwise report at the next kernel launch
+        with suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
         return False
 
     def release(self) -> None:
-        """Unlock the memory; afterwards it may be unmapped."""
+        """Unlock the memory, which may then be unmapped."""
         if self._address is not None:
             torch.cuda.cudart().cudaHostUnregister(self._address)
             self._address = None
@@ -540,7 +557,7 @@ def estimate_snapshot(state: State, optimizer: AnyOptimizer | None) -> SnapshotE
     """Estimate the memory of a snapshot, including optimizer state that the first step will create.
 
     Raises:
-        TransaxleError: the state cannot be saved; raised by `leaves`, `by_name` or `states_of`.
+        TransaxleError: if the state cannot be saved; raised by `leaves`, `by_name` or `states_of`.
     """
     state_leaves = leaves(state, sharded=True)
     tensors = dict(state_leaves.tensors)

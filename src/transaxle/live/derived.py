@@ -1,31 +1,33 @@
-"""State dict entries that are not in the model's own memory, and how values loaded into them still reach the model.
+"""State dict entries that do not share memory with the model's parameters, and how values loaded into them still reach
+the model.
 
-**Derived entries**: entries of a state dict that a module computes from its parameters, instead of showing the
+**Derived entries** are entries of a state dict that a module computes from its parameters, instead of returning the
+parameters themselves.
+
+For example, torchtitan's fused attention returns one weight as `wq`, `wk` and `wv`, and state dict hooks may rename and
+pack entries. Values written into a derived entry reach the model only through the module's own `load_state_dict`. An
+entry is treated as a parameter only if both are the same memory (`Extent`). A copy looks like the parameter, but values
+written into the copy are lost.
+
+FSDP1 stores flat parameters, and its state dict returns unflattened copies, in a form that the user can choose. This
+module always asks FSDP1 for the full state dict on every rank: its names and values do not depend on the wrapping, and
+`load_state_dict` accepts it.
+
+**Settling** (`settle`): the module's own `load_state_dict` moves loaded values from derived entries into the
 parameters.
 
-torchtitan's fused attention shows one weight as `wq`, `wk` and `wv`; state dict hooks rename and pack entries. Values
-written into a derived entry reach the model only through the module's own `load_state_dict`. An entry counts as a
-parameter only if both are the same memory (`Extent`): a copy looks like the parameter, but values written into the copy
-are lost.
+Before the load, a trial tests whether this works. The trial writes test values into the module, takes its state dict,
+writes different values, and loads the state dict. If an entry does not have its test values again, a real load would
+lose its values. At the end of the trial, the original values of the module are restored. After the real load, the
+module's state dict must contain the loaded values.
 
-FSDP1 keeps flat parameters, and its state dict shows unflattened copies, in a form that the user can choose. This
-module always asks for the full state dict on every rank: the names and values in that dict do not depend on the
-wrapping, and `load_state_dict` accepts it.
+**Keepers** are libraries that store the values of a model's parameters in a second place, apart from the parameters.
 
-**Settling**: the module's own `load_state_dict` moves loaded values from derived entries into the parameters.
+Such a library silently overwrites a loaded parameter at the next forward pass or optimizer step. Keepers are recognised
+by attributes that they set on parameters and modules; none of the libraries is imported.
 
-Before the load, a trial shows whether this works: write test values into the module, take its state dict, write
-different values, and load the state dict. If an entry does not come back equal, a load would lose its values. At the
-end of the trial, the module's original values are restored. After the real load, the module's state dict must show the
-loaded values.
-
-**Keepers**: libraries that keep the values of a model's parameters elsewhere, not in the parameters.
-
-Such a library silently overwrites the parameter at the next forward pass or optimizer step. These libraries are
-recognised by attributes that they set; none of them is imported.
-
-DeepSpeed ZeRO-3 empties the module's parameters and gives each rank a range of the parameters' elements, in the dtype
-that the model computes with. A save reads the ranks' ranges.
+DeepSpeed ZeRO-3 empties the module's parameters. Each rank then stores a range of the parameters' elements, in the
+dtype of the model's computations. A save of a ZeRO-3 model reads these ranges from the ranks.
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ from transaxle.torch_tensors import TO_LOCAL, Part, byte_view, mark, raw_local, 
 
 _SEPARATOR = "."
 EXTRA_STATE = "_extra_state"
-"""Last segment of the state dict key for a module's `get_extra_state`."""
+"""Last segment of the state dict key under which a module's `get_extra_state` is stored."""
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Tell whether FSDP1 wraps any module of a model."""
+    """Return whether FSDP1 wraps any module of a model."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 @contextmanager
 def whole_states(model: nn.Module) -> Iterator[None]:
-    """Within the block, a model under FSDP1 gives full state dicts on all ranks; a model without FSDP1 is
-    unaffected.
+    """Within the block, a model under FSDP1 returns full state dicts on all ranks; a model without FSDP1 is not
+    affected.
     """
     if not is_fsdp1(model):
         yield
@@ -76,17 +78,17 @@ class Extent:
     """The memory range of a plain tensor."""
 
     storage: int
-    """Identity of the tensor's storage (meta tensors have one too); valid while the tensor lives."""
+    """Identity of the tensor's storage (meta tensors have a storage too); it is valid while the tensor exists."""
     start: int
-    """Offset of the first byte in the storage."""
+    """Offset of the tensor's first byte in the storage."""
     layout: tuple[Any, ...]
     """Shape, strides, dtype, and the tensor's lazy conjugate and negative flags."""
     size: int
-    """Bytes from the first to the last element if the tensor is dense; otherwise 0."""
+    """Number of bytes from the first to the last element if the tensor is dense; otherwise 0."""
 
 
 def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that this rank's part of a tensor consists of."""
+    """Return the plain tensors of which this rank's shard of a tensor consists."""
     if is_quantized(tensor):
         return [_local(entry) for entry in entries(tensor).values()]
     plain, open_ = [], [_local(tensor)]
@@ -101,7 +103,7 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, through `to_local` if the tensor has that method; makes no new tensor if
+    """Return this rank's shard of a tensor, through `to_local` if the tensor has that method; no new tensor is made if
     possible.
     """
     to_local = None if isinstance(tensor, DTensor) else getattr(tensor, TO_LOCAL, None)
@@ -109,12 +111,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def extent(piece: torch.Tensor) -> Extent:
-    """Return the memory range of a plain tensor; a tensor without a storage of its own is identified by its object."""
+    """Return the memory range of a plain tensor; a tensor without its own storage is identified by its Python
+    object.
+    """
     kind = (tuple(piece.shape), piece.dtype, piece.device.type)
     try:
         storage = int(piece.untyped_storage()._cdata)
         strides = piece.stride()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor class that does not show its memory
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor class that does not expose its memory
         return Extent(id(piece), 0, kind, 0)
     item = piece.element_size()
     reads = (piece.is_conj(), piece.is_neg())
@@ -124,7 +128,7 @@ def extent(piece: torch.Tensor) -> Extent:
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether a tensor's elements fill a memory range without holes, in any order of dims."""
+    """Return whether a tensor's elements fill a memory range without gaps, in any order of dims."""
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length > 1:
@@ -135,11 +139,12 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def find_cover(whole: Extent, parts: Iterable[Extent]) -> list[Extent] | None:
-    """Return the parts that together fill the whole, with no byte covered twice; None if there are no such parts.
+    """Return those memory ranges in `parts` that together fill the whole range, without covering a byte twice; None if
+    there are none.
 
     Args:
-        whole: memory of a parameter.
-        parts: memory of state dict entries.
+        whole: memory range of a parameter.
+        parts: memory ranges of state dict entries.
     """
     contained = sorted(
         {
@@ -162,32 +167,32 @@ def find_cover(whole: Extent, parts: Iterable[Extent]) -> list[Extent] | None:
 
 @dataclass(frozen=True, eq=False)
 class CustomModule:
-    """The smallest module whose state dict has derived entries or hides parameters."""
+    """The smallest module whose state dict has derived entries or omits parameters."""
 
     path: str
     """Path of the module in the model, including wrapper segments such as `_orig_mod`."""
     module: nn.Module
-    """The module itself."""
+    """The module object itself."""
     derived: tuple[str, ...]
-    """Names, in the module's state dict, of its derived entries, which are copies."""
+    """Names of the derived entries (copies) in the module's state dict."""
     hidden: Mapping[str, torch.Tensor]
-    """Name in the module -> parameter or persistent buffer that is in no entry of the state dict."""
+    """Name in the module -> parameter or persistent buffer that no entry of the state dict contains."""
 
     @property
     def is_flat(self) -> bool:
-        """Whether FSDP1 wraps the module; if so, its state dict entries are gathered copies, which need no trial
-        load.
+        """Whether FSDP1 wraps the module. If so, its state dict entries are gathered copies, for which no trial load is
+        needed.
         """
         return is_fsdp1(self.module)
 
     @property
     def is_meta(self) -> bool:
-        """Whether any tensor of the module is on the meta device."""
+        """Whether any tensor of the module is on torch's meta device."""
         return any(tensor.is_meta for _, tensor in persistent(self.module))
 
     def state(self) -> dict[str, Any]:
-        """Return the module's state dict with `keep_vars`, so entries that are parameters are the parameters
-        themselves.
+        """Return the module's state dict with `keep_vars`, so that entries that are parameters are the parameter
+        objects themselves.
         """
         with whole_states(self.module):
             state: dict[str, Any] = self.module.state_dict(keep_vars=True)
@@ -197,13 +202,13 @@ class CustomModule:
         """Call the module's `load_state_dict` with `strict=False`.
 
         Raises:
-            RuntimeError: the module's `load_state_dict` raises it.
+            RuntimeError: if the module's `load_state_dict` raises it.
         """
         with whole_states(self.module):
             self.module.load_state_dict(dict(state), strict=False)
 
     def full(self, name: str) -> str:
-        """Return the full name, in the model, of a tensor with the given name in the module."""
+        """Return the full name, in the model, of a tensor with the given name in this module."""
         return join_path(self.path, name)
 
 
@@ -213,7 +218,9 @@ def join_path(path: str, name: str) -> str:
 
 
 def persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for parameters and persistent buffers; a tied tensor is yielded under each of its names."""
+    """Yield (name, tensor) for parameters and persistent buffers; a tied tensor is yielded once under each of its
+    names.
+    """
     for path, owner in module.named_modules(remove_duplicate=False):
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None and name not in owner._non_persistent_buffers_set:
@@ -221,7 +228,7 @@ def persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def custom_modules(model: nn.Module, state: Mapping[str, Any]) -> list[CustomModule]:
-    """Find the modules whose state dicts have derived entries or hide parameters.
+    """Find the modules whose state dicts have derived entries or omit parameters.
 
     Args:
         model: the model.
@@ -237,7 +244,7 @@ def custom_modules(model: nn.Module, state: Mapping[str, Any]) -> list[CustomMod
 def _smallest_modules(
     module: nn.Module, path: str, derived: tuple[str, ...], apart: Mapping[str, torch.Tensor]
 ) -> Iterator[CustomModule]:
-    """Yield the smallest submodules that explain all derived entries and hidden tensors of a module."""
+    """Yield the smallest submodules that contain all derived entries and omitted tensors of a module."""
     children = []
     for name, child in module.named_children():
         of_child = _differences(child, child.state_dict(keep_vars=True))
@@ -253,7 +260,7 @@ def _smallest_modules(
 
 
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, torch.Tensor]]:
-    """Return the names of state dict entries that are copies, and the module's tensors that are in no entry."""
+    """Return the names of state dict entries that are copies, and the module's tensors that no entry contains."""
     own_tensors = dict(persistent(module))
     tensors = {id(tensor): tensor for tensor in (*own_tensors.values(), *module.buffers())}
     entries = {id(value) for value in state.values() if id(value) in tensors}
@@ -261,7 +268,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> tuple[tuple[str
     of_entries = {
         name: _extents(value) for name, value in state.items() if _is_entry(name, value) and id(value) not in tensors
     }
-    # A different tensor object may share the memory (`detach()`), and several entries may be parts of one tensor.
+    # A different tensor object may share the memory (`detach()`), and several entries may be regions of one tensor.
     parts = set(chain.from_iterable(of_entries.values()))
     module_memory = set(chain.from_iterable(of_tensors.values()))
     if of_entries:
@@ -278,7 +285,7 @@ def _differences(module: nn.Module, state: Mapping[str, Any]) -> tuple[tuple[str
 
 
 def _is_entry(name: str, value: Any) -> bool:
-    """Tell whether a load fills a state dict entry: the entry is a tensor, but no extra state."""
+    """Return whether a load fills a state dict entry, that is, whether the entry is a tensor but not extra state."""
     return isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)
 
 
@@ -291,18 +298,18 @@ _OTHER_FORM = 'Leave optimizer= out, and keep the optimizer\'s state with extra=
 _FLAT = "Shard the model with fully_shard (FSDP2), or omit optimizer= and use FSDP.optim_state_dict."
 _SEED = 20_260
 _LOWEST, _COUNT = 1, 62
-"""Test values: integers that fit every integer dtype and are not NaN in any 8-bit float dtype."""
+"""Range of the test values: integers that fit every integer dtype and are not NaN in any 8-bit float dtype."""
 _HINT = "Load into the module before it is wrapped or fused, or report this to the author of its state_dict."
 
 
 def find_unloadable(custom_modules: Iterable[CustomModule]) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Find entries that the modules' own `load_state_dict` cannot load; modules on the meta device are skipped here.
+    """Find entries that the modules' own `load_state_dict` cannot load; modules on the meta device are not tested.
 
     Args:
-        custom_modules: the modules of a model, see `Leaves`.
+        custom_modules: the `CustomModule`s of a model; see `Leaves`.
 
     Returns:
-        refusals, and the names of parameters and buffers that the state dict omits and a load leaves unchanged.
+        refusals, and the names of parameters and buffers that the state dict omits and that a load leaves unchanged.
     """
     problems, omitted = [], list[str]()
     for custom_module in custom_modules:
@@ -315,11 +322,11 @@ def find_unloadable(custom_modules: Iterable[CustomModule]) -> tuple[list[Refusa
 
 
 def indirectly_filled(custom_modules: Iterable[CustomModule], loaded: Container[str]) -> set[str]:
-    """Return the names of parameters and buffers that are not in the state dict, but that a module fills from loaded
+    """Return the names of parameters and buffers that the state dict omits, but that a module fills from loaded
     entries.
 
     Args:
-        custom_modules: the modules of a model.
+        custom_modules: the `CustomModule`s of a model.
         loaded: names of the entries that are loaded.
     """
     return {
@@ -331,14 +338,14 @@ def indirectly_filled(custom_modules: Iterable[CustomModule], loaded: Container[
 
 
 def settle(custom_modules: Iterable[CustomModule], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load the values of derived entries into their modules; collective over the ranks that share a module.
+    """Load the values of derived entries into their modules; all ranks that share a module must call this function.
 
     Args:
-        custom_modules: the modules of a model.
-        tensors: the model's tensors by name, see `Leaves`; derived entries are copies with the loaded values.
+        custom_modules: the `CustomModule`s of a model.
+        tensors: tensor name -> tensor of the model; see `Leaves`. Derived entries are copies with the loaded values.
 
     Raises:
-        Refused: UNSUPPORTED, if a module's state dict does not show the loaded values afterwards.
+        Refused: with code UNSUPPORTED, if a module's state dict does not contain the loaded values afterwards.
     """
     problems = []
     for custom_module in custom_modules:
@@ -359,12 +366,12 @@ def settle(custom_modules: Iterable[CustomModule], tensors: Mapping[str, torch.T
 def find_unnamed(
     parameters: Iterable[torch.Tensor], custom_modules: Sequence[CustomModule], entries: Container[str]
 ) -> list[Refusal]:
-    """Return a refusal for each optimizer parameter without a name of its own: FSDP1 has flattened the parameter, or
-    the state dict shows a different form under its name.
+    """Return a refusal for each optimizer parameter that no entry stores alone: either FSDP1 has flattened the
+    parameter, or the state dict contains a different form of it under its name.
 
     Args:
         parameters: the optimizer's parameters.
-        custom_modules: the modules of the model.
+        custom_modules: the `CustomModule`s of the model.
         entries: names of the entries in the model's state dict.
     """
     places = {
@@ -385,11 +392,11 @@ def find_unnamed(
 
 
 def try_loading(custom_module: CustomModule) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Test whether a module can load its own state dict, and restore its values; collective over the ranks that share
-    it.
+    """Test whether a module can load its own state dict, and restore its values; all ranks that share the module must
+    call this function.
 
     Args:
-        custom_module: the module; none of its tensors may be on the meta device.
+        custom_module: the module to test; none of its tensors may be on the meta device.
 
     Returns:
         refusals, and the names, in the module, of the tensors that its `load_state_dict` leaves unchanged.
@@ -411,11 +418,12 @@ def _compare_after_load(
     memory: list[torch.Tensor],
     before: Mapping[str, torch.Tensor],
 ) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Write test values, take the state dict, write different values, load; then compare tensors and entries.
+    """Write test values, take the state dict, write different values, and load the state dict; then compare tensors and
+    entries with the test values.
 
     Args:
-        custom_module: the module.
-        own_tensors: the module's tensors by name.
+        custom_module: the module to test.
+        own_tensors: name in the module -> tensor.
         memory: the plain tensors of which `own_tensors` consist, in the same order.
         before: copies of the state dict's original entries.
     """
@@ -425,7 +433,7 @@ def _compare_after_load(
     for number, piece in enumerate(memory):
         piece.copy_(_different_values(_values(piece, number)))
     custom_module.load(shown)
-    numbers = iter(range(len(memory)))  # number the pieces of all tensors consecutively, as above
+    numbers = iter(range(len(memory)))  # the plain tensors of all tensors are numbered consecutively, as above
     untouched, lost = list[str](), list[str]()
     for name, tensor in own_tensors:
         pairs = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]
@@ -437,7 +445,8 @@ def _compare_after_load(
     unlike = [name for name, entry in after.items() if name not in shown or not same(entry, shown[name])]
     unlike += [name for name in before if name not in after]
     if not unlike and not lost:
-        # An entry that depends on no parameter may get its value from elsewhere, so such entries are tested separately.
+        # The value of an entry that depends on no parameter may come from any other place, so such entries are tested
+        # separately.
         fixed = [name for name in after if name in before and same(after[name], before[name]) and after[name].numel()]
         unlike = _find_not_loaded(custom_module, fixed, shown)
     if unlike:
@@ -453,7 +462,7 @@ def _compare_after_load(
 
 
 def _find_not_loaded(custom_module: CustomModule, names: list[str], shown: dict[str, Any]) -> list[str]:
-    """Return the names of entries that depend on no parameter or buffer, and that do not show loaded values."""
+    """Return the names of entries that depend on no parameter or buffer, and that do not contain the loaded values."""
     if not names:
         return []
     original = {name: shown[name].clone() for name in names}
@@ -470,7 +479,7 @@ def _find_not_loaded(custom_module: CustomModule, names: list[str], shown: dict[
 
 @contextmanager
 def _restore_afterwards(custom_module: CustomModule, memory: list[torch.Tensor]) -> Iterator[None]:
-    """After the block, restore a module's tensors and their values."""
+    """After the block, restore a module's tensors and their original values."""
     owners = [(m, dict(m._parameters), dict(m._buffers)) for m in custom_module.module.modules()]
     values = [piece.clone() for piece in memory]
     try:
@@ -491,22 +500,22 @@ def entries_of(custom_module: CustomModule) -> dict[str, torch.Tensor]:
 
 
 def _copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a state dict together with its tensors."""
+    """Copy a state dict, including the values of its tensors."""
     return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors of the same type, shape and dtype have equal bits on this rank."""
+    """Return whether two tensors of the same type, shape and dtype have equal bits on this rank."""
     first_pieces, second_pieces = pieces(first), pieces(second)
     return len(first_pieces) == len(second_pieces) and all(map(same_bytes, first_pieces, second_pieces))
 
 
 def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
-    """Return reproducible test values for a tensor; they are equal on all ranks that have the same part."""
+    """Return reproducible test values for a tensor; they are equal on all ranks that hold the same shard."""
     generator = torch.Generator().manual_seed(_SEED + number)
     if piece.dtype.itemsize > 1 and (piece.dtype.is_floating_point or piece.dtype.is_complex):
         exact = torch.rand(tuple(piece.shape), generator=generator, dtype=torch.float64) + _LOWEST
-        return exact.to(piece.dtype).to(piece.device)  # uniform random values use every bit of the mantissa
+        return exact.to(piece.dtype).to(piece.device)  # uniformly random values use every bit of the mantissa
     integers = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
     if piece.dtype == torch.bool:
         return (integers % 2 == 0).to(piece.device)
@@ -516,7 +525,7 @@ def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _different_values(values: torch.Tensor) -> torch.Tensor:
-    """Return values each of which differs from the given value at the same position."""
+    """Return values that differ, at every position, from the given values."""
     if values.dtype == torch.bool:
         return ~values
     flipped = byte_view(values.detach().contiguous()) ^ 1
@@ -524,33 +533,39 @@ def _different_values(values: torch.Tensor) -> torch.Tensor:
 
 
 _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
-"""Names of accelerate's attributes: a module's hook, the list of hooks in a sequential hook, and a hook's flag for
-offloading."""
+"""Names of accelerate's attributes: the hook of a module, the list of hooks in a sequential hook, and the flag of a
+hook for offloading.
+"""
 _MASTER = "_hp_mapping"
-"""DeepSpeed (ZeRO-1 and 2, bf16): attribute that links a parameter to the optimizer's copy of it."""
+"""DeepSpeed (ZeRO-1 and 2, bf16): the attribute of a parameter that refers to the optimizer's copy of it."""
 _DEEPSPEED = "deepspeed.runtime"
 _MEGATRON, _MEGATRON_STATE = "megatron.core.", "megatron.core.parallel_state"
-"""Megatron: prefix of its Python modules, and the Python module that knows the degrees of parallelism."""
+"""Megatron: prefix of its Python modules, and the Python module that stores the parallel degrees."""
 _FSDP, _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state", "torch.distributed._composable_state"
-"""FSDP2: the Python module with the class of its state, and the one with the registry of all states."""
+"""FSDP2: the Python module that defines the class of its state, and the Python module with the registry of all
+states.
+"""
 _WHILE_GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
-"""FSDP2: attributes with the tensors that replace a parameter from its forward pass until it is sharded again."""
+"""FSDP2: attributes with the tensors that replace a parameter from its forward pass until the parameter is sharded
+again.
+"""
 _BEFORE = (
     "Load into the model before deepspeed.initialize; to resume an engine, use a universal checkpoint (--to deepspeed)."
 )
 PARTITION = "ds_id"
-"""Attribute that DeepSpeed sets on a parameter that ZeRO-3 has partitioned."""
+"""Attribute that DeepSpeed sets on a parameter that ZeRO-3 has partitioned among ranks."""
 _AVAILABLE = "AVAILABLE"
 
 
 def find_gathered(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
-    """Refuse parameters that FSDP2 has gathered for a forward pass: it will free them, with any loaded values.
+    """Refuse parameters that FSDP2 has gathered for a forward pass, because FSDP2 will free them together with any
+    loaded values.
 
-    `model.state_dict()` shards gathered parameters again, so only callers who collect the parameters themselves are
-    refused.
+    `model.state_dict()` shards gathered parameters again, so they are met only if callers collect the parameters
+    themselves.
 
     Args:
-        parameters: parameters in a state dict, by name.
+        parameters: name -> parameter in a state dict.
     """
     if _FSDP not in sys.modules:
         return []
@@ -581,7 +596,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def find_partitioned(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each parameter whose values ZeRO-3 has moved out of the module."""
+    """Return a refusal for each parameter whose values DeepSpeed ZeRO-3 has moved out of the module."""
     hint = "Load before deepspeed.initialize; to continue a run, convert DeepSpeed's own checkpoint."
     return [
         Refusal(
@@ -593,8 +608,8 @@ def find_partitioned(model: nn.Module) -> list[Refusal]:
 
 
 def find_model_parallel(model: nn.Module) -> list[Refusal]:
-    """Refuse a Megatron model under model parallelism: its state dict does not show which part of a tensor each rank
-    has.
+    """Refuse a Megatron model under model parallelism, because its state dict does not show which shard of a tensor
+    each rank holds.
     """
     state = sys.modules.get(_MEGATRON_STATE)
     if state is None or not state.model_parallel_is_initialized():
@@ -613,7 +628,7 @@ def find_model_parallel(model: nn.Module) -> list[Refusal]:
 
 
 def find_kept_elsewhere(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each parameter, or for the model, whose loaded values a library would overwrite."""
+    """Return a refusal for each parameter, or for the whole model, if a library would overwrite the loaded values."""
     return [*_find_offloaded(model), *_find_master_copies(model)]
 
 
@@ -640,12 +655,12 @@ def _find_master_copies(model: nn.Module) -> Iterator[Refusal]:
 
 
 def is_partitioned(value: object) -> bool:
-    """Tell whether DeepSpeed ZeRO-3 has partitioned a parameter."""
+    """Return whether DeepSpeed ZeRO-3 has partitioned a parameter among ranks."""
     return hasattr(value, PARTITION)
 
 
 def find_unreadable(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each ZeRO-3 parameter whose range of elements this rank cannot read."""
+    """Return a refusal for each ZeRO-3 parameter of which this rank cannot read its own range of elements."""
     problems = []
     for name, parameter in model.named_parameters():
         partition: Any = getattr(parameter, "ds_tensor", None)
@@ -662,7 +677,9 @@ def find_unreadable(model: nn.Module) -> list[Refusal]:
 
 
 def own_range(parameter: Any) -> torch.Tensor:
-    """Return this rank's range of a ZeRO-3 parameter, as a flat tensor that is marked as a part of the whole."""
+    """Return this rank's range of a ZeRO-3 parameter, as a flat tensor that is marked as a part of the whole
+    parameter.
+    """
     whole, partition = int(parameter.ds_numel), parameter.ds_tensor
     first = min(dist.get_rank(parameter.ds_process_group) * int(partition.ds_numel), whole)
     stop = min(first + int(partition.ds_numel), whole)

@@ -1,10 +1,10 @@
-"""State of a training run that is not tensors: random states, the position in the data, schedulers, extra state of
+"""State of a training run that is not tensors: random states, the position in the data, schedulers, and extra state of
 modules.
 
-Extra state is plain data (numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors and arrays), stored as
-JSON in one file of the checkpoint: no pickle, so reading it runs no code. A state that is equal on all ranks is stored
-once, and any number of ranks can load it; a state that differs is stored per rank, and only the same number of ranks
-can load it.
+Extra state is plain data (numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors and arrays). It is stored
+as JSON in one file of the checkpoint. The file is no pickle, so reading it runs no code. A state that is equal on all
+ranks is stored once, and any number of ranks can load it. A state that differs between ranks is stored per rank, and
+only the same number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from transaxle.torch_tensors import as_bytes, code_of, copy_to_cpu, torch_dtype
 FILE = "transaxle_extra.json"
 """Name of the file with extra state in a checkpoint."""
 MODEL, STATE, EXTRA = "model", "state", "extra"
-"""First segment of a state's name: a module's extra state, an entry of a state dict, or an object in `extra=`."""
+"""The possible first segments of a state's name, for a module's extra state, an entry of a state dict, and an object in
+the argument `extra`.
+"""
 _DEEPEST = 64
 _WORLD, _SHARED, _RANKS = "world", "shared", "ranks"
 _TUPLE, _SET, _DICT, _COUNTER, _BYTES, _STREAM, _TENSOR, _ARRAY, _SCALAR, _FLOAT = (
@@ -44,28 +46,28 @@ _DTYPE, _SHAPE, _DATA = "dtype", "shape", "data"
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with `state_dict` and `load_state_dict`."""
+    """Any object with the methods `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Any:
-        """Return the state as plain data."""
+        """Return the object's state as plain data."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned earlier."""
 
 
 class Random:
     """State of the random generators of this process: Python, NumPy, torch and its GPUs.
 
     Args:
-        strict: refuse a checkpoint that has no state for this rank, because a different number of ranks wrote it;
-            False: leave the generators unchanged, and say so in the load's report.
+        strict: whether to refuse a checkpoint that has no state for this rank, because a different number of ranks
+            wrote it. If False, the generators are left unchanged, and the load's report mentions it.
     """
 
     def __init__(self, *, strict: bool = True) -> None:
         self.strict = strict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all generators."""
+        """Return the states of all random generators."""
         state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
         state["torch"] = torch.get_rng_state()
         if torch.cuda.is_available():
@@ -73,7 +75,9 @@ class Random:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the states of all generators; GPU generators only if the number of GPUs is the same as at the save."""
+        """Set the states of all random generators; those of GPUs are set only if the number of GPUs is the same as at
+        the save.
+        """
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
@@ -83,21 +87,21 @@ class Random:
 
 
 def state_of(stateful: Any) -> Any:
-    """Return the state of a `Stateful` object; an object that is not `Stateful` must be plain data, and is returned
-    itself.
-    """
+    """Return the state of a `Stateful` object; any other object must be plain data, and is returned itself."""
     return stateful.state_dict() if isinstance(stateful, Stateful) else stateful
 
 
 def encode_states(states: Mapping[str, Any], world: World) -> bytes | None:
-    """Encode the states of all ranks as the contents of `FILE`; None if no rank has a state; collective.
+    """Encode the states of all ranks as the content of `FILE`; return None if no rank has a state. All ranks must call
+    this function.
 
     Args:
-        states: this rank's states by name.
+        states: name -> state, for this rank's states.
         world: all ranks that take part.
 
     Raises:
-        Refused: UNSUPPORTED, on every rank, if a value is not plain data; each refusal has the value's path.
+        Refused: raised on every rank, with code UNSUPPORTED, if a value is not plain data; each refusal contains the
+            path of the value.
     """
     with world.together():
         problems: list[Refusal] = []
@@ -123,11 +127,11 @@ class SavedStates:
     """The states in an extra state file that one rank loads.
 
     Args:
-        text: contents of the extra state file; None if the checkpoint has no such file.
+        text: content of the extra state file; None if the checkpoint has no such file.
         world: the ranks that load.
 
     Raises:
-        Refused: CORRUPT, if the extra state file is not valid.
+        Refused: with code CORRUPT, if the extra state file is not valid.
     """
 
     def __init__(self, text: bytes | None, world: World) -> None:
@@ -146,7 +150,7 @@ class SavedStates:
             raise refuse("CORRUPT", f"not a valid {FILE}: {error!r}", file=FILE) from error
 
     def refusal_for(self, name: str) -> Refusal | None:
-        """Return a refusal if the file has no state of this name for this rank; otherwise None."""
+        """Return a refusal if the file has no state with this name for this rank; otherwise return None."""
         if name in self.states:
             return None
         if name in self._non_tensors:
@@ -162,26 +166,27 @@ class SavedStates:
 
 
 class ExtraLoad:
-    """The part of a load that is not tensors: entries of a state dict, extra states of modules, objects in `extra=`.
+    """The part of a load that is not tensors: entries of a state dict, extra states of modules, and objects in the
+    argument `extra`.
 
-    The object is created while the load is planned, before any tensor is written.
+    An `ExtraLoad` is created while the load is planned, before any tensor is written.
 
     Args:
         state: the model or state dict.
-        non_tensors: entries of the model or state dict that are not tensors, by name.
-        extra: objects to restore, by name.
-        checkpoint: the source.
-        stored: the source's tensors by the model's tensor names.
+        non_tensors: name -> entry of the model or state dict that is not a tensor.
+        extra: name -> object to restore.
+        checkpoint: the source checkpoint.
+        stored: the model's tensor name -> tensor of the source.
         world: all ranks that take part.
 
     Attributes:
         missing: names of extra states that the source lacks.
         problems: refusals of the extra state, except refusals of missing states.
-        scalars: values for the non-tensor entries of a state dict, set by `read`.
-        extra: states by name, for objects without `load_state_dict`; set by `install`.
+        scalars: key -> value, for entries of a state dict that are not tensors; set by `read`.
+        extra: name -> state, for objects without the method `load_state_dict`; set by `install`.
 
     Raises:
-        TransaxleError: the extra state file cannot be read.
+        TransaxleError: if the extra state file cannot be read.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class ExtraLoad:
         self._trained = [
             name for name in extra if name in training_names and f"{EXTRA}/{name}" not in self._extras.states
         ]
-        """Names in `extra=` that the source stores as training state in its own format."""
+        """Names in the argument `extra` that the source stores as training state in its own format."""
         self.scalars: dict[str, Any] = {}
         self.extra: dict[str, Any] = {}
         refusals_by_name = [
@@ -231,7 +236,7 @@ class ExtraLoad:
             self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if unreadable else []
 
     def _refusal_with_names(self, key: str, training_names: Collection[str]) -> Refusal | None:
-        """Return a refusal if the source has no state of this name for this rank; its hint lists the names in the
+        """Return a refusal if the source has no state with this name for this rank; its hint lists the names in the
         source.
         """
         refusal = self._extras.refusal_for(key)
@@ -240,17 +245,17 @@ class ExtraLoad:
         return replace(refusal, hint=f"The source has {', '.join(sorted(training_names))}. {refusal.hint}")
 
     def objects_to_restore(self) -> dict[str, tuple[object, Any]]:
-        """Return name -> (object, state) for the objects whose states were saved by Transaxle."""
+        """Return name -> (object, state), for the objects whose states were saved by Transaxle."""
         states = ((name, stateful, f"{EXTRA}/{name}") for name, stateful in self._requested.items())
         return {
             name: (stateful, self._extras.states[key]) for name, stateful, key in states if key in self._extras.states
         }
 
     def read(self) -> None:
-        """Read all states from the source; the model and the objects are not changed yet.
+        """Read all states from the source; the model and the objects are not changed by this.
 
         Raises:
-            TransaxleError: a state in the source cannot be read.
+            TransaxleError: if a state in the source cannot be read.
         """
         for name in self._stored:
             value = self._read(name)
@@ -263,7 +268,7 @@ class ExtraLoad:
                 self.scalars[name] = self._extras.states[key]
 
     def _read(self, name: str) -> torch.Tensor:
-        """Read a whole stored tensor into a CPU tensor."""
+        """Read a whole stored tensor into a new CPU tensor."""
         tensor = self._all[name]
         octets = bytearray(tensor.tobytes())
         dtype = torch_dtype(tensor.dtype, tensor=name)
@@ -271,7 +276,7 @@ class ExtraLoad:
         return value.reshape(tensor.shape)
 
     def install(self) -> None:
-        """Restore each state into the module or object to which the state belongs."""
+        """Restore each state into the module or object that the state belongs to."""
         if isinstance(self._state, nn.Module):
             for name, value in self.scalars.items():
                 set_extra_state(self._state, name, value)
@@ -290,8 +295,8 @@ class ExtraLoad:
 
 
 def _add_empty_dicts(state: Any, own_state: Any) -> Any:
-    """Add the empty dicts of an object's present state to a loaded state: torch omits empty dicts in DCP folders, and
-    torch's load keeps the object's.
+    """Add to a loaded state the empty dicts of the object's present state: torch omits empty dicts from DCP folders,
+    and torch's own load keeps those of the object.
     """
     if isinstance(own_state, list) and isinstance(state, list | dict):
         items = dict(enumerate(state)) if isinstance(state, list) else state
@@ -304,14 +309,16 @@ def _add_empty_dicts(state: Any, own_state: Any) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """Tell whether a value is an empty dict, or a dict or list of only empty dicts, at any depth."""
+    """Return whether a value is an empty dict, or a dict or list that contains only empty dicts, at any depth."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     return isinstance(value, list) and bool(value) and all(map(_is_empty, value))
 
 
 def _tag(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
-    """Convert plain data to JSON; a value of a type that JSON lacks becomes a dict with one key, the type's name."""
+    """Convert plain data to JSON; a value of a type that JSON lacks becomes a dict with a single key, the name of the
+    type.
+    """
 
     def inner(items: Any) -> list[Any]:
         return [_tag(item, f"{path}[{number}]", problems, depth + 1) for number, item in enumerate(items)]
@@ -339,7 +346,7 @@ def _tag(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
 
 
 def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
-    """Convert bytes, a tensor or an array to JSON; for a value that is none of them, append a refusal to `problems`."""
+    """Convert bytes, a tensor or an array to JSON; for any other value, add a refusal to `problems`."""
     if isinstance(value, bytes | bytearray):
         return {_BYTES: _text(bytes(value))}
     if isinstance(value, io.BytesIO):
@@ -383,7 +390,7 @@ def _untag(value: Any) -> Any:
 
 
 def _array(kind: str, content: Mapping[str, Any]) -> Any:
-    """Decode a tensor or a numpy array from JSON."""
+    """Decode a tensor or a numpy array from its JSON form."""
     data = bytearray(base64.b64decode(content[_DATA], validate=True))
     if kind == _TENSOR:
         dtype = torch_dtype(content[_DTYPE])

@@ -1,13 +1,13 @@
-"""The census of a live model: every tensor that any rank has, and which rank has which part of it.
+"""The census of a live model: a list of every tensor that any rank holds, and of the shard of it that each rank holds.
 
-The ranks exchange names, dtypes, shapes and placements once; afterwards each rank computes alone which rank has which
-part. No tensor value is read.
+The ranks exchange names, dtypes, shapes and placements once. Afterwards each rank computes alone which rank holds which
+shard. No tensor value is read for the census.
 
-`Runs` presents a rank's part of a tensor to `torch.distributed.checkpoint` as one chunk for every contiguous run.
+`Runs` presents a rank's shard of a tensor to `torch.distributed.checkpoint` as one chunk for every contiguous run.
 
-That module describes a rank's part by one offset and one shape. A part of several runs (`_StridedShard`, packed
-projections under tensor parallelism) is not one such box: torch silently loads wrong rows into the part, and refuses to
-save it.
+`torch.distributed.checkpoint` describes a rank's shard by one offset and one shape. A shard of several runs
+(`_StridedShard`, packed projections under tensor parallelism) is not a single box. Torch silently loads wrong rows into
+such a shard, and refuses to save it.
 """
 
 from __future__ import annotations
@@ -46,28 +46,34 @@ from transaxle.torch_tensors import (
 
 @dataclass(frozen=True, slots=True)
 class GlobalTensor:
-    """One tensor of the model, and which rank has which part of it."""
+    """One tensor of the model, and the shard of it that each rank holds."""
 
     name: str
     """Name of the tensor in the state dict."""
     dtype: str
-    """Dtype as a safetensors code, such as `BF16`."""
+    """Safetensors code of the tensor's dtype, such as `BF16`."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     positions: Mapping[int, Positions]
-    """Rank -> intervals of indices, per dim, that the rank has; a rank that has no part of the tensor is absent."""
+    """Rank -> for each dim, the intervals of indices that the rank holds; a rank that holds no shard of the tensor is
+    absent.
+    """
     loose: bool = False
-    """Whether the tensor is on no single mesh, so that nothing guarantees equal values on ranks with the same part."""
+    """Whether the tensor is not on a single mesh, so that nothing guarantees equal values on ranks with the same
+    shard.
+    """
     apart: bool = False
-    """Whether a rank with several intervals stores its part as several tensors, one per combination of intervals."""
+    """Whether a rank with several intervals stores its shard as several tensors, one for each combination of
+    intervals.
+    """
     padded: bool = False
-    """Whether the tensor may end in padding rows that a checkpoint lacks."""
+    """Whether the last rows of the tensor may be padding that a checkpoint lacks."""
     spare: frozenset[int] = frozenset()
-    """Ranks that declare their part a copy of another rank's part."""
+    """Ranks that declare that their shard is a copy of another rank's shard."""
 
     @property
     def boxes(self) -> dict[Positions, tuple[int, ...]]:
-        """Distinct part of the tensor -> ranks that have this part."""
+        """Distinct shard of the tensor -> ranks that hold this shard."""
         ranks_by_part: dict[Positions, tuple[int, ...]] = {}
         for rank, intervals in sorted(self.positions.items()):
             ranks_by_part[intervals] = (*ranks_by_part.get(intervals, ()), rank)
@@ -81,19 +87,21 @@ class GlobalTensor:
         return cells
 
     def part_name(self, intervals: Positions) -> str:
-        """Return the name of the local tensor for a part from `boxes`; see `local_parts`."""
+        """Return the name of the local tensor for a shard that `boxes` returns; see `local_parts`."""
         return cell_name(self.name, intervals) if self.apart else self.name
 
     def within(self, intervals: Positions, shape: tuple[int, ...]) -> Positions:
-        """Clip a part from `boxes` to the given shape, such as a source tensor's shape with fewer rows."""
+        """Clip a shard that `boxes` returns to the given shape, such as the shape of a source tensor with fewer
+        rows.
+        """
         return inside(intervals, shape) if self.padded else intervals
 
     def accepts(self, shape: tuple[int, ...], rows: object = None) -> bool:
-        """Tell whether values of the given shape can fill the tensor.
+        """Return whether values of the given shape can fill the tensor.
 
         Args:
             shape: shape of the values.
-            rows: number of rows that are not padding; None: unknown.
+            rows: number of rows that are not padding; None means that it is unknown.
         """
         if shape == self.shape:
             return True
@@ -104,27 +112,27 @@ class GlobalTensor:
 
 wire.tellable(Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
 Census = Mapping[str, GlobalTensor]
-"""Tensor name -> tensor, for every tensor that any rank has, in the order in which the ranks list them."""
+"""Tensor name -> tensor, for every tensor that any rank holds, in the order in which the ranks list them."""
 _Description = tuple[str, str, tuple[int, ...], int]
 _NONE: frozenset[int] = frozenset()
 _SHOWN = 8
-"""Maximum number of ranks that a message lists."""
+"""Largest number of ranks that a message lists."""
 _EVERYWHERE = "Give the tensor on every rank of its mesh or on none; each rank has only its part."
 _ALIKE = "Give sharded state dicts on all ranks, or on none."
 _WIDER = "Call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)."
 
 
 def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
-    """Build the census: exchange descriptions of all ranks' tensors; collective.
+    """Build the census by exchanging descriptions of all ranks' tensors; all ranks must call this function.
 
     Args:
-        tensors: this rank's tensors by name.
+        tensors: name -> tensor, for this rank's tensors.
         world: all ranks that take part.
 
     Raises:
-        Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;
-            UNSUPPORTED for unknown placements, and for meshes with ranks outside of `world`; INCOMPLETE, if a rank of a
-            tensor's mesh lacks the tensor.
+        Refused: raised on every rank. The code is SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape
+            or dtype; UNSUPPORTED, for unknown placements and for meshes with ranks outside of `world`; INCOMPLETE, if a
+            rank of a tensor's mesh lacks the tensor.
     """
 
     def describe_own() -> tuple[bytes, tuple[Placement, ...]]:
@@ -189,18 +197,18 @@ def _gather_descriptions(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _History:
-    """The descriptions of one tensor by the ranks so far, as a linked list; tensors with equal descriptions share one
+    """The descriptions of one tensor by several ranks, as a linked list; tensors with equal descriptions share one
     list.
     """
 
     previous: _History | None
-    """The history before the last rank was added; None for the history of one rank."""
+    """The list without its last description; None if the list has a single description."""
     rank: int
     """The rank whose description of the tensor was added last."""
     positions: Mapping[int, Positions]
     """Rank -> intervals, for all ranks of the mesh in `rank`'s description."""
     differs: bool
-    """Whether the description by some rank differs from the first rank's description."""
+    """Whether at least one rank's description differs from the first rank's description."""
 
     def descriptions(self) -> list[tuple[int, Mapping[int, Positions]]]:
         """Return (rank, positions) for each description, from the first to the last."""
@@ -213,7 +221,9 @@ class _History:
 
 
 class _Histories:
-    """Creates each distinct history once, so that all tensors with the same history share one object."""
+    """Creates each distinct history (list of descriptions) once, so that all tensors with the same history share one
+    object.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], _History] = {}
@@ -221,7 +231,7 @@ class _Histories:
         self._whole: dict[int, bool] = {}
 
     def extend(self, previous: _History | None, rank: int, positions: Mapping[int, Positions]) -> _History:
-        """Return a history that is extended by one rank's description."""
+        """Return a history that is extended by the description of one more rank."""
         key = id(previous), rank, id(positions)
         if key not in self._known:
             differs = previous is not None and (
@@ -231,7 +241,7 @@ class _Histories:
         return self._known[key]
 
     def is_whole(self, history: _History) -> bool:
-        """Tell whether the ranks that have described the tensor are exactly the ranks of one mesh."""
+        """Return whether the ranks that have described the tensor are exactly the ranks of one mesh."""
         if id(history) not in self._whole:
             descriptions = history.descriptions()
             meshes = {tuple(positions) for _, positions in descriptions}
@@ -239,7 +249,9 @@ class _Histories:
         return self._whole[id(history)]
 
     def own_positions(self, history: _History) -> Mapping[int, Positions]:
-        """Return each rank's own intervals, for a tensor that ranks describe on different meshes."""
+        """Return rank -> the intervals that this rank itself described, for a tensor that ranks describe on different
+        meshes.
+        """
         if id(history) not in self._loose:
             self._loose[id(history)] = {
                 rank: positions[rank] for rank, positions in history.descriptions() if rank in positions
@@ -248,15 +260,15 @@ class _Histories:
 
 
 class _DescribedTensor:
-    """One tensor as the ranks have described it so far.
+    """One tensor as the ranks have described it up to now.
 
     Args:
-        dtype: safetensors code.
+        dtype: safetensors code of the tensor's dtype.
         shape: shape of the whole tensor.
         positions: rank -> intervals, for all ranks of the mesh in the first rank's description.
         rank: the first rank that has the tensor.
         placement: the tensor's placement in the first rank's description.
-        histories: creates and shares the histories of all tensors.
+        histories: object that creates and shares the histories (lists of descriptions) of all tensors.
     """
 
     def __init__(
@@ -277,14 +289,14 @@ class _DescribedTensor:
         self._padded = placement.padded
 
     def add(self, rank: int, positions: Mapping[int, Positions], placement: Placement) -> None:
-        """Add the description of one more rank."""
+        """Add the description of the tensor by one more rank."""
         self._padded = self._padded and placement.padded
         if placement.spare:
             self._spare |= {rank}
         self._history = self._histories.extend(self._history, rank, positions)
 
     def find_gaps(self, name: str, world: World) -> Iterator[Refusal]:
-        """Yield a refusal for each of the tensor's meshes with a rank that lacks the tensor or is outside the process
+        """Yield a refusal for each mesh of the tensor with a rank that lacks the tensor or is outside the process
         group.
         """
         if self._histories.is_whole(self._history):
@@ -303,7 +315,7 @@ class _DescribedTensor:
                 yield Refusal("INCOMPLETE", message, Where(None, name), _EVERYWHERE)
 
     def as_global(self, name: str) -> GlobalTensor:
-        """Return the described tensor; if ranks describe different meshes, take for each rank the intervals that it
+        """Return the described tensor; if ranks describe different meshes, each rank's intervals are those that it
         described itself.
         """
         loose = self._history.differs
@@ -314,17 +326,17 @@ class _DescribedTensor:
 
 
 def _name_ranks(ranks: Iterable[int]) -> str:
-    """Return rank numbers as text, shortened if there are more than `_SHOWN`."""
+    """Return rank numbers as text, which is shortened if there are more than `_SHOWN` numbers."""
     numbers = [str(rank) for rank in ranks]
     return ", ".join(numbers[:_SHOWN]) + (f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else "")
 
 
 def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
-    """Build a census of this rank's tensors without messages; a DTensor's mesh and placements determine which parts
-    other ranks have.
+    """Build a census of this rank's tensors without messages; mesh and placements of a DTensor determine the shards of
+    other ranks.
 
     Raises:
-        Refused: UNSUPPORTED, if a tensor has an unknown placement.
+        Refused: with code UNSUPPORTED, if a tensor has an unknown placement.
     """
     global_tensors = {}
     for name, tensor in tensors.items():
@@ -336,20 +348,20 @@ def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
 
 _ops: Any = torch.ops.aten
 _NEW = frozenset({_ops.new_empty.default})
-"""Operations by which copying code makes an empty tensor, whose attributes the code then replaces."""
+"""Torch operations with which copying code makes an empty tensor, whose attributes it then replaces."""
 _ON_LOCAL = frozenset({
     _ops.detach.default, _ops.alias.default, _ops.clone.default, _ops._to_copy.default, _ops.copy_.default,
     _ops.zeros_like.default, _ops.empty_like.default,
 })  # fmt: skip
-"""Operations that may be applied to a rank's part alone, since they act elementwise."""
+"""Operations that may be applied to a rank's shard alone, because they are elementwise."""
 
 
 class Runs(torch.Tensor):
-    """Takes a DTensor's place in a state dict for `torch.distributed.checkpoint`, which then saves, stages and loads it
-    run by run.
+    """Replaces a DTensor in a state dict for `torch.distributed.checkpoint`, which then saves, stages and loads it run
+    by run.
 
-    The wrapper shares the storage of the original tensor, so loading into it fills the original. All operations besides
-    saving, staging and loading are refused.
+    The wrapper shares the storage of the original tensor, so a load into the wrapper fills the original tensor. All
+    operations other than saving, staging and loading are refused.
     """
 
     _local: torch.Tensor
@@ -357,8 +369,8 @@ class Runs(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, local: torch.Tensor, intervals: Positions) -> Runs:
-        """Wrap a local tensor; `intervals` lists, for each dim, the intervals of the whole tensor that it has, in its
-        own order.
+        """Wrap a local tensor; `intervals` lists, for each dim, the intervals of the whole tensor that it contains, in
+        the local order.
         """
         wrapper: Runs = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         wrapper._local = local
@@ -367,17 +379,17 @@ class Runs(torch.Tensor):
         return wrapper
 
     def to_local(self) -> torch.Tensor:
-        """Return this rank's part as a plain tensor that shares the storage."""
+        """Return this rank's shard as a plain tensor that shares the storage."""
         return self._local
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for an ordinary method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operations that saves and loads need; refuse all other operations.
+        """Run a torch operation that saves and loads need; refuse all other operations.
 
         Raises:
-            Refused: UNSUPPORTED, for any other operation.
+            Refused: with code UNSUPPORTED, for an operation that saves and loads do not need.
         """
         options = dict(kwargs or {})
         first = args[0]
@@ -406,10 +418,10 @@ class Runs(torch.Tensor):
         return [chunk for chunk, _ in self._runs()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the run that begins at the given index, as a view.
+        """Return the run that begins at the given index, as a view of the local tensor.
 
         Raises:
-            ValueError: this rank has no run that begins at the index.
+            ValueError: if no run of this rank begins at the index.
         """
         for chunk, place in self._runs():
             if chunk.offsets == index.offset:
@@ -438,14 +450,14 @@ class Runs(torch.Tensor):
 
 
 def runs(tensor: torch.Tensor, name: str = "") -> Runs:
-    """Wrap a DTensor, or a marked part of a tensor, so that torch's checkpoint saves it run by run.
+    """Wrap a DTensor, or a tensor that is marked as a part of a whole, so that torch's checkpoint saves it run by run.
 
     Args:
-        tensor: the tensor, with any placements except `Partial`.
-        name: name of the tensor in refusals.
+        tensor: the tensor to wrap, with any placements except `Partial`.
+        name: name of the tensor, for refusals.
 
     Raises:
-        Refused: UNSUPPORTED, if a placement is `Partial`.
+        Refused: with code UNSUPPORTED, if a placement is `Partial`.
     """
     rank = World().rank
     shape = whole_shape(tensor)
@@ -454,14 +466,15 @@ def runs(tensor: torch.Tensor, name: str = "") -> Runs:
 
 
 def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` handle correctly; it shares all storage.
+    """Return a copy of a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` handle correctly; both share all
+    storage.
 
     Args:
-        state: state dict, nested or flat, that is to be saved or loaded with torch.
+        state: the state dict, nested or flat, that torch is to save or load.
 
     Returns:
-        A copy of the state dict, in which every DTensor with a `_StridedShard` placement and every marked part of a
-        tensor is replaced; a rank outside of such a tensor's mesh has no entry for it.
+        A copy of the state dict, in which every DTensor with a `_StridedShard` placement and every tensor marked as a
+        part of a whole is replaced. On a rank outside of such a tensor's mesh, the copy has no entry for it.
     """
     return {str(key): _as_runs(value, str(key)) for key, value in state.items()}
 

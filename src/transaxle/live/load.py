@@ -1,9 +1,9 @@
-"""Loading: each rank reads only the bytes of its own shards, from any format and dialect, into the memory of the
-model's tensors.
+"""Loading a checkpoint into a live model: each rank reads only the bytes of its own shards, from any format and
+dialect, into the memory of the model's tensors.
 
-All ranks plan and agree before the first byte is written. A part of a tensor that several ranks need is read by one
-rank, which sends it to the other ranks. Quantized codes, optimizer settings and extra state are put in place once all
-bytes have arrived.
+All ranks plan the load and agree on it before the first byte is written. A shard that several ranks need is read by one
+rank, which sends it to the other ranks. Quantized codes, optimizer settings and extra state are set after all bytes
+have arrived.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
 _WASTE, _GAP, _FEW = 1.4, 64, 256
-"""Maximum bytes to read per needed byte; gap in bytes between two byte runs that is always read along with them; number
-of runs up to which gaps are never read."""
+"""Three limits for reading byte runs together: the most bytes to read per needed byte; the size in bytes of a gap
+between two runs that is always read; the number of runs up to which gaps are never read.
+"""
 _TIED = "the model has one tensor for it and {first}"
 _UNTIED = "Build the model without the tie."
 
@@ -82,39 +83,39 @@ def load(
     broadcast_replicated: bool = True,
     jobs: int | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into a model or state dict; collective over the group.
+    """Load a checkpoint into a model or state dict; all ranks of the group must call this function.
 
     Args:
-        state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays; for a
+        state: a model under any parallelism, or a state dict whose values are tensors, DTensors or numpy arrays; for a
             Megatron model, its `sharded_state_dict()`.
-        src: path of a checkpoint of any format and dialect, or an opened checkpoint.
-        optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step yet.
+        src: path of a checkpoint of any format and dialect, or an open checkpoint.
+        optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step before.
             A list or dict of optimizers, or a wrapper or container of them (ZeRO, accelerate, torchtitan), is accepted
             too.
-        extra: other objects to restore, by name: an object with `load_state_dict` receives its state; the report
-            returns the states of all other objects. A state that differs between ranks needs the same number of ranks
-            as at the save.
-        strict: refuse tensor names that only the model or only the source has, and a source without state for
-            `optimizer`; if false, the report lists them.
-        device: device for plain tensors that are on `meta`; None: the current GPU, or the CPU if there is no GPU.
-        group: the ranks that load together, a process group or a mesh of one dim; None: all ranks.
-        family: the model's family, such as `qwen3_moe`; None: recognised by the tensor names.
-        dialect: dialect of the model's tensor names, such as `hf`; None: recognised by the names.
-        config: the model's config for a source without one: a path, a mapping or an object with `to_dict()`. For an
-            opened source, give `config`, `axes` and `rules` to `open` instead.
-        axes: axis -> size, such as `{"g": 8}`, which overrides sizes from configs and shapes.
-        rules: path of a rules file with families and dialects of your own.
-        decode: `bf16`, `fp16` or `fp32`: parameters of this dtype may be loaded from encoded (quantized) tensors, which
-            are decoded; None: refuse such tensors.
-        dtype: `bf16`, `fp16` or `fp32`: parameters of this dtype may be loaded from floating-point tensors of other
-            dtypes, cast as `.to` does; None: refuse such tensors.
-        broadcast_replicated: if several ranks need the same part of a tensor, one rank reads it and sends it to the
-            others.
-        jobs: number of reading threads per rank; None: as many as the processors allow, at most 8.
+        extra: name -> additional object to restore. An object with the method `load_state_dict` receives its state; the
+            report contains the states of all other objects. A state that differs between ranks can only be loaded by
+            the same number of ranks that saved it.
+        strict: whether to refuse tensor names that only the model or only the source has, and a source without state
+            for `optimizer`. If False, the report lists them.
+        device: device for plain tensors that are on `meta`; None means the current GPU, or the CPU without a GPU.
+        group: the ranks that load together, as a process group or a mesh with one dim; None means all ranks.
+        family: the model's family, such as `qwen3_moe`; None means that it is recognised from the tensor names.
+        dialect: dialect of the model's tensor names, such as `hf`; None means that it is recognised from the names.
+        config: the model's config for a source without a config: a path, a mapping or an object with `to_dict()`. For a
+            source that is already open, pass `config`, `axes` and `rules` to `open` instead.
+        axes: axis -> size, such as `{"g": 8}`; these sizes override sizes from configs and shapes.
+        rules: path of a rules file with your own families and dialects.
+        decode: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from encoded (quantized) tensors, which
+            are decoded. None means that such tensors are refused.
+        dtype: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from floating-point tensors of other
+            dtypes, which are cast as `.to` casts. None means that such tensors are refused.
+        broadcast_replicated: whether a shard that several ranks need is read by one rank, which sends it to the others.
+        jobs: number of reading threads per rank; None means as many as there are processors for the rank, but at most
+            8.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, before anything is written, with every problem of every rank.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank, before anything is written, with every problem of every rank.
     """
     world, clock = World(group), Clock()
     with world.together():
@@ -161,47 +162,50 @@ def load(
 
 @dataclass(frozen=True)
 class PlannedReads:
-    """The parts of tensors that this rank reads for itself, or that one rank reads for several ranks."""
+    """The shards of tensors that this rank reads for itself, or that one rank reads for several ranks."""
 
     items: list[Item]
-    """Parts that only this rank needs, and parts that several ranks need; the list of the latter is equal on every
-    rank."""
+    """Shards that only this rank needs, and shards that several ranks need; the list of the latter is the same on every
+    rank.
+    """
     names: list[str]
-    """For each item, the name of its local tensor."""
+    """For each item of `items`, the name of its local tensor."""
     elsewhere: Mapping[int, int]
-    """For every rank but this one: rank -> bytes that only that rank needs."""
+    """Rank -> number of bytes that only that rank needs, for all ranks except this one."""
 
 
 @dataclass
 class _SameParts:
-    """Tensors of one dtype and shape of which all ranks have the same parts."""
+    """Tensors of one dtype and shape that are divided into the same shards."""
 
     parts: list[tuple[Positions, Positions, int, tuple[int, ...]]]
-    """For each part that this rank or several ranks need: the part, its portion that the source has, bytes, and
-    ranks."""
+    """For each shard that this rank or several ranks need: the shard, its portion that the source contains, its bytes,
+    and its ranks.
+    """
     elsewhere: Mapping[int, int]
-    """Rank -> bytes, per tensor of this kind, that only that rank needs."""
+    """Rank -> number of bytes, per tensor of this kind, that only that rank needs."""
     count: int = 0
-    """Number of tensors with this dtype, shape and parts."""
+    """Number of tensors with this dtype, shape and shards."""
 
 
 def plan_reads(targets: Census, stored: Mapping[str, StoredTensor], rank: int, *, once: bool) -> PlannedReads:
-    """Plan the reads of one rank; a part that only one different rank needs is just counted in `elsewhere`.
+    """Plan the reads of one rank. A shard that only one different rank needs is only counted in `elsewhere`.
 
     Args:
-        targets: the tensors to load, with all ranks' parts.
-        stored: the source's tensors by the same names.
-        rank: this rank.
-        once: let one rank read a part that several ranks need: the rank with the fewest bytes to read so far.
+        targets: the tensors to load, with the shards of all ranks.
+        stored: the model's tensor name -> tensor of the source.
+        rank: number of this rank.
+        once: whether a shard that several ranks need is read by one rank: by the rank with the fewest bytes to read
+            until then.
 
-    Post-condition: the parts that a rank reads or receives are exactly its shards.
+    Post-condition: what a rank reads or receives is exactly its shards.
     """
     items, names = list[Item](), list[str]()
     kinds: dict[tuple[int, bool, bool, tuple[int, ...], str], _SameParts] = {}
     for name, tensor in targets.items():
         source = stored[name]
-        # Tensors on one mesh share a `positions` object, so the parts are computed once for each of the few distinct
-        # kinds.
+        # Tensors on one mesh share a `positions` object, so shards are computed once for each of the few distinct kinds
+        # of tensors.
         key = id(tensor.positions), tensor.apart, tensor.padded, source.shape, source.dtype
         kind = kinds.get(key)
         if kind is None:
@@ -218,7 +222,7 @@ def plan_reads(targets: Census, stored: Mapping[str, StoredTensor], rank: int, *
 
 
 def _parts(tensor: GlobalTensor, source: StoredTensor, rank: int, *, once: bool) -> _SameParts:
-    """Return the parts of a tensor that this rank or several ranks need."""
+    """Return the shards of a tensor that this rank or several ranks need."""
     parts, elsewhere = list[tuple[Positions, Positions, int, tuple[int, ...]]](), Counter[int]()
     for intervals, ranks in tensor.boxes.items():
         needed = tensor.within(intervals, source.shape)
@@ -232,19 +236,19 @@ def _parts(tensor: GlobalTensor, source: StoredTensor, rank: int, *, once: bool)
 
 
 class Filling:
-    """A model while it is loaded: buffers for this rank's bytes, and the steps that complete modules and optimizers.
+    """A model while it is loaded: memory for this rank's bytes, and the steps that complete modules and optimizers.
 
     Args:
         plan: the plan of the load.
-        device: device for plain tensors that are on `meta`; None: the current GPU, or the CPU if there is no GPU.
+        device: device for plain tensors that are on `meta`; None means the current GPU, or the CPU without a GPU.
 
     Attributes:
-        leaves: the model's tensors; none is left on the meta device.
-        destinations: for each tensor or part (`local_parts`) that is read, the destination of its bytes.
-        names: for each key of `destinations`, the name of the tensor.
+        leaves: the model's tensors, none of which is left on the meta device.
+        destinations: name of each local tensor that is read (see `local_parts`) -> destination of its bytes.
+        names: key of `destinations` -> name of the tensor.
 
     Raises:
-        Refused: UNSUPPORTED or MISSING_TENSOR, if a module cannot load its own state dict.
+        Refused: with code UNSUPPORTED or MISSING_TENSOR, if a module cannot load its own state dict.
     """
 
     def __init__(self, plan: LoadPlan, device: torch.device | None) -> None:
@@ -267,8 +271,8 @@ class Filling:
         self.names = {part: name for name, part, _ in parts}
 
     def _take_memory(self) -> None:
-        """Collect the tensors of a model that just left the meta device, and test that its modules can load a state
-        dict.
+        """Collect the tensors of a model that has just left the meta device, and test whether its modules can load a
+        state dict.
         """
         plan = self._plan
         self.leaves = leaves_for(plan.state, plan.checkpoint)
@@ -280,14 +284,14 @@ class Filling:
         plan.optimizers.follow(self.leaves, plan.stored)
 
     def finish(self) -> int:
-        """Complete modules and optimizers once all bytes have arrived: set codes, derived entries, settings and extra
+        """Complete modules and optimizers after all bytes have arrived: set codes, derived entries, settings and extra
         state.
 
         Returns:
-            bytes written into this rank's tensors.
+            the number of bytes written into this rank's tensors.
 
         Raises:
-            Refused: UNSUPPORTED, if a module does not keep the loaded values.
+            Refused: with code UNSUPPORTED, if a module does not keep the loaded values.
         """
         plan, leaves = self._plan, self.leaves
         written = sum(
@@ -301,7 +305,7 @@ class Filling:
             settle(leaves.custom_modules, leaves.tensors)
         for name in plan.padding_rows.keys() & leaves.tensors.keys():
             grid = leaves.tensors[name]
-            assert isinstance(grid, ShardGrid)  # only shard grids may have more rows than the source
+            assert isinstance(grid, ShardGrid)  # only grids of shards may have more rows than the source
             grid.clear_beyond(plan.stored[name].shape)
         for factory in leaves.factories:
             factory.finish()
@@ -319,7 +323,7 @@ def _default_device() -> torch.device:
 
 
 def _movement(reads: PlannedReads, storage: Storage, filling: Filling, jobs: int | None, world: World) -> Movement:
-    """Return the `Movement` that carries bytes from the source into this rank's tensors."""
+    """Return the `Movement` that moves bytes from the source into this rank's tensors."""
     limit = msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
     exchange = RankExchange(world) if world.size > 1 else None
     return Movement(
@@ -337,7 +341,7 @@ def _report(
     bytes_received: int,
     bytes_written: int,
 ) -> LoadReport:
-    """Return the load's report for this rank; collective."""
+    """Return the load's report for this rank; all ranks must call this method."""
     return LoadReport(
         path=plan.checkpoint.path,
         format=plan.checkpoint.format,
@@ -363,7 +367,9 @@ def _report(
 
 
 def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world: World) -> tuple[Conversion, ...]:
-    """Return the dtype conversions; a conversion is marked inexact if any rank has rounded a value; collective."""
+    """Return the changes of dtype. A conversion is marked inexact if any rank has rounded a value. All ranks must call
+    this function.
+    """
     if not planned:
         return ()
     inexact_names = {filling.names[part] for part, destination in filling.destinations.items() if not destination.exact}
@@ -375,7 +381,9 @@ def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world
 
 
 def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
-    """Compare stored copies, and stored tensors that are one tensor in the model; one rank compares each pair."""
+    """Compare stored copies of a tensor, and stored tensors that are a single tensor in the model; one rank compares
+    each pair.
+    """
     problems: list[Refusal] = []
     checkpoint = plan.view.checkpoint
     checks: list[PlannedCheck] = []
@@ -383,7 +391,8 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
         first_target, second_target = plan.targets[first], plan.targets[second]
         if (first_target.shape, first_target.positions) == (second_target.shape, second_target.positions):
             checks += _plan_tie_check(first, second, plan.stored, problems)
-        # If only some ranks have both tensors in the same memory, `find_overlapping` treats the tensors as overlapping.
+        # If only some ranks have both tensors in the same memory, `find_overlapping` treats the two tensors as
+        # overlapping.
     for first, second in sorted(plan.same_state):
         checks += _plan_tie_check(first, second, plan.stored, problems)
     if checkpoint.checks or checkpoint.container.twins:
@@ -399,7 +408,7 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
 def _plan_tie_check(
     first: str, second: str, stored: Mapping[str, StoredTensor], problems: list[Refusal]
 ) -> Iterator[PlannedCheck]:
-    """Yield the comparison of two stored tensors that are one tensor in the model, unless both are the same stored
+    """Yield the comparison of two stored tensors that are a single tensor in the model, unless both are the same stored
     bytes.
     """
     first_stored, second_stored = stored[first], stored[second]

@@ -1,17 +1,18 @@
-"""Planning a load: which tensors are read, by which rank, and into which memory.
+"""Planning a load into a live model: which tensors are read, by which rank, and into which memory.
 
-**The plan** lists the tensors that all ranks need, where in the source their bytes are, and every reason to refuse the
-load.
+**The plan** lists the tensors that the ranks need, the places of their bytes in the source, and every reason to refuse
+the load.
 
-All ranks make the same plan or raise the same error, before any tensor is written.
+All ranks make the same plan or raise the same error before any tensor is written.
 
-**Meta models**: parameters on the meta device get memory for this rank's shards just before the source is read.
+**Meta models**: parameters on torch's meta device get memory for this rank's shards just before the source is read.
 
-A buffer that checkpoints do not store (rotary frequencies) is computed by the module that owns it; a tensor that
-neither source nor module can fill is refused, so no uninitialised memory remains.
+A buffer that checkpoints do not store (such as rotary frequencies) is computed by the module that owns it. A tensor
+that neither source nor module can fill is refused, so no uninitialised memory remains.
 
-**The source**: each rank opens the source's path for itself, and the checkpoint may be replaced between two ranks'
-opens. So the ranks compare the checkpoints that they have opened, and check the bytes against stored checksums.
+**The source**: each rank opens the source's path separately, and the checkpoint may be replaced after one rank and
+before another rank has opened it. So the ranks compare the checkpoints that they have opened, and check the bytes that
+they read against stored checksums.
 """
 
 from __future__ import annotations
@@ -56,23 +57,24 @@ from transaxle.move.journal import digest
 from transaxle.torch_tensors import local_of
 
 _INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
-"""Methods by which modules initialise themselves, in the order in which they are tried."""
+"""Names of methods with which modules initialise themselves, in the order in which they are tried."""
 _MODEL_INIT, _MODEL = "_init_weights", "_initialize_weights"
-"""Method of a transformers model that initialises one of its modules, and a method by which such models are
-recognised."""
+"""The method of a transformers model that initialises one of its modules, and a method by which such a model is
+recognised.
+"""
 _FILLED = "_is_hf_initialized"
-"""Attribute that marks tensors which transformers must not initialise."""
+"""Attribute that marks tensors that transformers must not initialise."""
 _UNFILLED = 0xA5
-"""Byte with which a new buffer is filled, to detect afterwards that no method has initialised it."""
+"""Byte value with which a new buffer is filled, to detect afterwards whether any method has initialised the buffer."""
 Init = Callable[[nn.Module], object]
-"""Initialises one module of a model."""
+"""A function that initialises one module of a model."""
 
 
 def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
     """Return a refusal for each meta tensor that neither the source nor the module that owns it can fill.
 
     Args:
-        model: the model or state dict; of a state dict, every meta tensor is refused.
+        model: the model or state dict; if it is a state dict, every meta tensor is refused.
         loaded: names of tensors that the source has.
     """
     if not isinstance(model, nn.Module):
@@ -95,18 +97,18 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
 
 
 def materialise(model: nn.Module, loaded: Container[str], device: torch.device) -> bool:
-    """Give storage on a device to each meta tensor of a model; tensors that the source lacks get initial values.
+    """Allocate memory on a device for each meta tensor of a model; tensors that the source lacks get initial values.
 
     Args:
         model: the model; tied parameters stay tied.
-        loaded: names of tensors that the source has, whose values are loaded later.
-        device: device of plain tensors; a DTensor goes to the device of its mesh.
+        loaded: names of tensors that the source has; their values are loaded later.
+        device: device of plain tensors; a DTensor is placed on the device of its mesh.
 
     Returns:
         whether there were meta tensors; if so, the model's tensors and parameters are new objects.
 
     Raises:
-        Refused: MISSING_TENSOR, if a module does not initialise its buffer.
+        Refused: with code MISSING_TENSOR, if a module does not initialise its buffer.
     """
     on_meta = list(_meta(model))
     if not on_meta:
@@ -135,7 +137,7 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
 
 
 def _fill(model: nn.Module, buffers: Mapping[nn.Module, Sequence[str]]) -> Iterator[Refusal]:
-    """Let modules initialise the named buffers; yield a refusal for each buffer that stays uninitialised."""
+    """Let modules initialise the named buffers; yield a refusal for each buffer that remains uninitialised."""
     new_buffers = [_buffer(owner, name) for owner, names in buffers.items() for name in names]
     for buffer in new_buffers:
         local_of(buffer).reshape(-1).view(torch.uint8).fill_(_UNFILLED)
@@ -154,10 +156,10 @@ def _fill(model: nn.Module, buffers: Mapping[nn.Module, Sequence[str]]) -> Itera
 
 @contextmanager
 def _mark_initialised(model: nn.Module, anew: Container[int]) -> Iterator[None]:
-    """Within the block, let transformers models initialise only the tensors whose `id` is in `anew`.
+    """Within the block, make transformers models initialise only the tensors whose `id` is in `anew`.
 
-    Parameters are loaded from the source anyway, and initialising a sharded parameter may be a collective that other
-    ranks do not join.
+    Parameters are loaded from the source anyway, and initialising a sharded parameter may require other ranks, which do
+    not take part.
     """
     tensors = chain(model.parameters(), model.buffers())
     marked = [each for each in tensors if id(each) not in anew and not hasattr(each, _FILLED)]
@@ -171,12 +173,12 @@ def _mark_initialised(model: nn.Module, anew: Container[int]) -> Iterator[None]:
 
 
 def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Module]) -> bool:
-    """Initialise some modules and their ancestors as transformers does: innermost module first, each by the init method
-    of its model.
+    """Initialise some modules and the modules that contain them as transformers does: innermost module first, each with
+    the initialising method of its model.
 
     Args:
-        module: the model, or a part of it.
-        init: initialises one module of the model to which `module` belongs.
+        module: the model, or a submodule of it.
+        init: function that initialises one module of the model to which `module` belongs.
         owners: the modules to initialise.
 
     Returns:
@@ -192,12 +194,14 @@ def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Modul
 
 
 def _model_init(module: nn.Module) -> Init | None:
-    """Return the method that initialises modules of a transformers model; None if the module is no such model."""
+    """Return the method that initialises modules of a transformers model; None if the module is not a transformers
+    model.
+    """
     return getattr(module, _MODEL_INIT, None) if hasattr(module, _MODEL) else None
 
 
 def _buffer(owner: nn.Module, name: str) -> torch.Tensor:
-    """Return a module's buffer by its full name in the model."""
+    """Return the buffer with a given full name in the model."""
     buffer = owner._buffers[name.rpartition(".")[2]]
     assert buffer is not None
     return buffer
@@ -208,10 +212,10 @@ def _is_unfilled(buffer: torch.Tensor) -> bool:
 
 
 def _tie(parameters: Sequence[tuple[nn.Module, str, int]]) -> None:
-    """Restore ties between parameters, since materialising has created a separate new parameter for each name.
+    """Tie parameters again, because `materialise` has created a separate new parameter for each name.
 
     Args:
-        parameters: (owner, name, identity of the original parameter).
+        parameters: (owning module, name, identity of the original parameter) for each parameter.
     """
     first: dict[int, nn.Parameter | None] = {}
     for owner, name, identity in parameters:
@@ -222,7 +226,7 @@ def _tie(parameters: Sequence[tuple[nn.Module, str, int]]) -> None:
 
 
 def _meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor, bool]]:
-    """Yield (name, owner, tensor, whether it is a parameter) for each tensor on the meta device."""
+    """Yield (name, owning module, tensor, whether it is a parameter) for each tensor on the meta device."""
     for path, module in model.named_modules():
         for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):
             for name, tensor in tensors.items():
@@ -231,9 +235,9 @@ def _meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor, bool
 
 
 def _own_initialisers(model: nn.Module, owner: nn.Module) -> list[Callable[[], object]]:
-    """Return a module's own methods that may initialise its buffers; methods of the whole model are left out.
+    """Return the methods with which a module may initialise its own buffers; methods of the whole model are excluded.
 
-    A method of the whole model would initialise the model's parameters too.
+    A method of the whole model would also initialise the model's parameters.
     """
     methods = [getattr(owner, name, None) for name in _INIT] if owner is not model else []
     return [each for each in methods if callable(each)]
@@ -244,44 +248,44 @@ _OPTIMIZER = "optimizer"
 
 
 class LoadPlan:
-    """The plan of a load, equal on all ranks; creating it is collective.
+    """The plan of a load, which is equal on all ranks; all ranks must create it together.
 
     Args:
-        state: model or state dict to fill.
-        checkpoint: the source under its stored names.
+        state: the model or state dict to fill.
+        checkpoint: the source checkpoint under its stored names.
         world: all ranks that take part.
         optimizer: the model's optimizer, or several.
-        extra: other objects to restore, by name.
-        family: model family.
+        extra: name -> additional object to restore.
+        family: family of the model.
         dialect: dialect of the model's names.
-        strict: refuse tensor names that only the model or only the source has.
+        strict: whether to refuse tensor names that only the model or only the source has.
         decode: dtype of parameters that may be loaded from encoded tensors.
         dtype: dtype of parameters that may be loaded from plain tensors of other dtypes.
 
     Attributes:
-        state: the model or state dict.
-        checkpoint: the source under its stored names.
-        leaves: this rank's tensors of the state; of a model with adapters, the tensors of either the base or the
-            adapter, depending on the checkpoint.
-        view: the source in the model's dialect.
-        stored: the source's tensors by the model's tensor names.
-        quantized: for all ranks' quantized parameters, how the source fills them.
-        optimizers: the part of the load that goes into optimizers.
+        state: the model or state dict to fill.
+        checkpoint: the source checkpoint under its stored names.
+        leaves: this rank's tensors of the model or state dict; if the model has adapters, the tensors of either the
+            base or the adapter, depending on the checkpoint.
+        view: the source translated into the model's dialect.
+        stored: the model's tensor name -> tensor of the source.
+        quantized: how the source fills the quantized parameters of all ranks.
+        optimizers: the part of the load that fills optimizers.
         extra: the part of the load that is not tensors.
-        targets: the tensors to read, and which rank has which part of them.
+        targets: the tensors to read, each with the shard that each rank holds.
         missing: tensor names that only the model has.
         unexpected: tensor names that only the source has.
-        conversions: name in the model -> dtype change; whether a cast is exact is known only after the load.
-        on_meta: paths of this rank's modules with derived entries on the meta device; these modules are tested once
+        conversions: name in the model -> change of dtype; only after the load is it known whether a cast was exact.
+        on_meta: paths of this rank's modules with derived entries on the meta device; these modules are tested after
             they have memory.
-        filled_by_modules: this rank's parameters and buffers that are not in the state dict, but that modules fill in
+        filled_by_modules: this rank's parameters and buffers that the state dict omits, but that modules fill in
             `load_state_dict`.
-        same_memory: pairs of names that are one tensor in the model on some rank, but two tensors in the source.
-        same_state: pairs of names of one optimizer state of a tied parameter: the name that is loaded, and a second
-            name in the source.
+        same_memory: pairs of names that are a single tensor in the model on some rank, but two tensors in the source.
+        same_state: pairs of names for the same optimizer state of a tied parameter: the name that is loaded, and a
+            second name in the source.
 
     Raises:
-        TransaxleError: the load is refused; raised on every rank, with every problem of every rank.
+        TransaxleError: raised on every rank, with every problem of every rank, if the load is refused.
     """
 
     def __init__(
@@ -309,7 +313,7 @@ class LoadPlan:
         with world.together():
             unshown_names = frozenset(chain.from_iterable(world.gather(tuple(leaves.unshown))))
             if optimizer is None and not any(name.startswith(OPTIMIZER) for name in global_tensors):
-                # names of optimizer state may need axis sizes that names of weights do not need
+                # names of optimizer state may need axis sizes that the names of weights do not need
                 checkpoint = checkpoint.without_optimizer()
             view_options = family, dialect, decode
             self.view = weights.view_source(
@@ -347,24 +351,24 @@ class LoadPlan:
 
     @property
     def storage(self) -> Storage:
-        """Storage of the source's files."""
+        """The storage of the source's files."""
         return self.view.checkpoint.container.storage
 
     @property
     def padding_rows(self) -> dict[str, tuple[int, int]]:
-        """Name of a tensor with padding rows -> number of rows in the source and in the model."""
+        """Name of a tensor with padding rows -> (its number of rows in the source, its number of rows in the model)."""
         shapes = (
             (name, self.stored[name].shape, tensor.shape) for name, tensor in self.targets.items() if tensor.padded
         )
         return {name: (stored[0], shape[0]) for name, stored, shape in shapes if stored != shape}
 
     def values_of_quantized(self, leaves: Leaves, *, meta: bool) -> dict[str, torch.Tensor]:
-        """Return name -> plain tensor that receives the values, for this rank's parameters that are quantized during
-        the load.
+        """Return name -> plain tensor that receives the values, for those of this rank's parameters that are quantized
+        during the load.
 
         Args:
-            leaves: this rank's tensors of the state.
-            meta: create the tensors on the meta device.
+            leaves: this rank's tensors of the model or state dict.
+            meta: whether to create the tensors on the meta device.
         """
         codes_by_name = self.quantized.anew.items()
         return {
@@ -374,11 +378,11 @@ class LoadPlan:
         }
 
     def read_into(self, leaves: Leaves) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by name, without tensors that the load does not read."""
+        """Return name -> tensor, for those of this rank's tensors into which the load reads."""
         return {name: tensor for name, tensor in leaves.tensors.items() if name not in self.quantized.gone}
 
     def _unite_names(self, omitted: tuple[str, ...], world: World) -> None:
-        """Unite the sets of names that each rank knows only for itself; collective.
+        """Make each rank's sets of names equal on all ranks, as the union of the sets; all ranks must call this method.
 
         Args:
             omitted: this rank's parameters and buffers that its state dict omits and a load leaves unchanged.
@@ -398,12 +402,12 @@ class LoadPlan:
         self._tied, self.same_state, self._no_tensors, self._omitted, self._same_memory = united
 
     def _compare(self, targets: Census, decode: str | None, dtype: str | None) -> list[Refusal]:
-        """Match the model's tensors with the source's; return a refusal for each mismatch.
+        """Match the model's tensors with those of the source; return a refusal for each mismatch.
 
         Args:
-            targets: all ranks' tensors that the source should have.
-            decode: as for the class.
-            dtype: as for the class.
+            targets: the tensors of all ranks that the source should have.
+            decode: dtype of parameters that may be loaded from encoded tensors.
+            dtype: dtype of parameters that may be loaded from plain tensors of other dtypes.
         """
         checkpoint, with_state = self.view.checkpoint, bool(self.optimizers)
         problems, missing, unexpected = match_tensors(
@@ -445,7 +449,7 @@ class LoadPlan:
 
     def _match_groups(self) -> list[Refusal]:
         """Find the source's settings for the optimizers' parameter groups; return a refusal for each contradiction
-        between them.
+        between these settings.
         """
         problems: list[Refusal] = []
         stored_groups = self.view.checkpoint.container.metadata.get(GROUPS, ())
@@ -457,11 +461,11 @@ class LoadPlan:
 
 
 def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
-    """Collect a state's tensors; of a model with adapters, the tensors of the base or of the adapter, depending on the
-    checkpoint.
+    """Collect the tensors of a model or state dict; if the model has adapters, those of the base or of the adapter,
+    depending on the checkpoint.
 
     Raises:
-        Refused: the refusals of `leaves`.
+        Refused: any refusal that `leaves` raises.
     """
     state_leaves = leaves(state, sharded=True)
     peft_model = peft_model_of(state) if isinstance(state, nn.Module) else None
@@ -472,7 +476,7 @@ def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
 
 
 def _scales_alone(checkpoint: Checkpoint, targets: Census, stored: Mapping[str, StoredTensor]) -> Iterator[Refusal]:
-    """Yield a refusal for each scale tensor that would be cast to a dtype other than float32."""
+    """Yield a refusal for each tensor of scales that would be cast to a dtype other than float32."""
     pairs = ((stored[name], tensor.dtype) for name, tensor in targets.items() if name in stored)
     casts = [(source, dtype) for source, dtype in pairs if source.dtype != dtype and is_plain(source.dtype)]
     if casts:
@@ -485,7 +489,7 @@ def _scales_alone(checkpoint: Checkpoint, targets: Census, stored: Mapping[str, 
 
 
 def _conversions(targets: Census, view: View, stored: Mapping[str, StoredTensor]) -> dict[str, Conversion]:
-    """Return a conversion for each tensor that is decoded or cast."""
+    """Return name -> conversion, for each tensor that is decoded or cast."""
     decoded = view.checkpoint.decoded
     conversions = {}
     for name, tensor in targets.items():
@@ -506,19 +510,21 @@ _LARGEST_MANIFEST = 1 << 30
 def open_source(
     src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool, strict: bool
 ) -> Iterator[Checkpoint]:
-    """Yield the source as an opened checkpoint; close it afterwards, unless the caller opened it. Collective.
+    """Yield the source as an open checkpoint; close it afterwards, unless the caller opened it. All ranks must call
+    this function.
 
     Args:
-        src: path of the source, or an opened checkpoint.
+        src: path of the source, or an open checkpoint.
         world: all ranks that take part.
-        reading: argument of `load` for opening the source -> its value, or None if the caller did not give it.
-        with_state: open optimizer state too, if the source has any.
-        strict: refuse optimizer state of unknown parameters, instead of leaving it out.
+        reading: name of an argument of `load` for opening the source -> its value, or None if the caller did not pass
+            it.
+        with_state: whether to open optimizer state too, if the source has any.
+        strict: whether to refuse optimizer state of unknown parameters; if False, it is omitted.
 
     Raises:
-        TypeError: `reading` has options, but the source is already open.
-        TransaxleError: raised on every rank: the source cannot be opened; CORRUPT or AMBIGUOUS, if ranks have opened
-            different checkpoints, or opened them with different options.
+        TypeError: if `reading` has options, but the source is already open.
+        TransaxleError: raised on every rank, if the source cannot be opened; with code CORRUPT or AMBIGUOUS, if ranks
+            have opened different checkpoints, or opened a checkpoint with different options.
     """
     if isinstance(src, Checkpoint):
         with world.together():
@@ -546,19 +552,19 @@ def open_source(
 
 
 def refuse_different(checkpoint: Checkpoint, world: World) -> None:
-    """Check that all ranks have opened the same checkpoint with the same options; collective.
+    """Check that all ranks have opened the same checkpoint with the same options; all ranks must call this function.
 
-    Copies of a checkpoint on several machines count as the same checkpoint if their manifests (without manifests, their
-    file sizes) are equal; the paths may differ. Configs and rules files are compared by content, so the paths of these
-    files may differ too.
+    Copies of a checkpoint on several machines are the same checkpoint if their manifests are equal, or, without
+    manifests, their file sizes; the paths may differ. Configs and rules files are compared by content, so their paths
+    may differ too.
 
     Args:
         checkpoint: the checkpoint that this rank has opened.
         world: all ranks that take part.
 
     Raises:
-        Refused: raised on every rank if checkpoints or options differ: CORRUPT, if the paths are equal, otherwise
-            AMBIGUOUS.
+        Refused: raised on every rank, if checkpoints or options differ: with code CORRUPT, if the paths are equal, and
+            otherwise with code AMBIGUOUS.
     """
     with world.together():
         own_opening = without_commit(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
@@ -580,7 +586,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
 
 
 def _reading(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return option name -> hash of its value, for the options with which a checkpoint was opened."""
+    """Return option name -> hash of the option's value, for the options with which a checkpoint was opened."""
     how, settings = checkpoint.reopening, checkpoint.settings
     options: Mapping[str, Any] = {"config": settings.config, "axes": settings.axes}
     if how is not None:
@@ -597,13 +603,14 @@ def _identity(checkpoint: Checkpoint) -> str:
 
 
 def check_read(storage: Storage, world: World) -> None:
-    """Check that no file was rewritten while it was read, and that the bytes match their checksums; collective.
+    """Check that no file was rewritten while it was read, and that the bytes match their checksums; all ranks must call
+    this function.
 
-    Of an object in a storage service, the version is checked at every request instead.
+    For an object in a storage service, the version is checked at every request instead.
 
     Raises:
-        Refused: CORRUPT, on every rank, if files have changed or bytes do not match.
-        StorageError: IO, if the source cannot be read.
+        Refused: raised on every rank with code CORRUPT, if files have changed or bytes do not match their checksums.
+        StorageError: with code IO, if the source cannot be read.
     """
     with world.together():
         files = lowest(storage)
@@ -613,22 +620,23 @@ def check_read(storage: Storage, world: World) -> None:
 
 
 def _check_sums(storage: Storage, world: World) -> None:
-    """Compare each byte range that one or several ranks have read completely with its checksum; collective.
+    """Compare each byte range that the ranks together have read completely with its checksum; all ranks must call this
+    function.
 
-    The partial checksums of all ranks are combined, even if ranks read alternate runs. If they cannot be combined, one
-    rank reads the range once more. A range of which only a part was needed is not checked, because its remainder would
-    have to be read.
+    The partial checksums of all ranks are combined, even if the ranks read alternating runs. If the checksums cannot be
+    combined, one rank reads the range again. A range that was read only in part is not checked, because the rest of it
+    would have to be read for this.
 
     Raises:
-        Refused: CORRUPT, on every rank, if files have changed or bytes do not match.
-        StorageError: IO, if the source cannot be read.
+        Refused: raised on every rank with code CORRUPT, if bytes do not match their checksums.
+        StorageError: with code IO, if the source cannot be read.
     """
     witness = layer(storage, Witness)
     of_all_ranks = world.gather(
         None if witness is None else {summed: witness.tally(summed) for summed in witness.open()}
     )
     if witness is None or any(tallies is None for tallies in of_all_ranks):
-        return  # the source's files have no checksums; all ranks see this alike
+        return  # the source's files have no checksums, and all ranks come to the same result
     with world.together():
         read: dict[Checksum, list[Tally]] = {}
         for tallies in of_all_ranks:

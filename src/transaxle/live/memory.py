@@ -1,16 +1,16 @@
-"""Live tensors as a container: the ranks' shards are the chunks of the container's tensors, and the ranks' memory takes
-the place of files.
+"""Live tensors as a checkpoint container: the chunks of its tensors are the ranks' shards, and the memory of the ranks
+takes the place of files.
 
-The container's catalog is equal on all ranks, so all ranks make equal plans; each rank can read only its own chunks.
-The catalog names one rank for each chunk; a rank that needs a chunk and has a replica of it reads its own replica
-(`Replicas`).
+The catalog of this container is equal on all ranks, so all ranks make equal plans. Each rank can read only its own
+chunks. The catalog names one rank for each chunk; a rank that needs a chunk and holds a replica of it reads its own
+replica (`Replicas`).
 
-**Value checks** compare copies that must be equal, and check that values are zero where the target dialect drops them.
+**Value checks** compare copies that must be equal, and check that values are zero if the target dialect omits them.
 
-A DTensor guarantees that its replicas are equal. Nothing guarantees equal copies of plain tensors on several ranks
-(norms next to tensor-parallel weights, a model under DDP, counters), nor of a tensor whose ranks are on different
-meshes. Only one copy of such a tensor is saved, so all copies are compared first. Tensors that the target dialect has
-no name for must be zero.
+For a DTensor, torch guarantees that all replicas are equal. Nothing guarantees this for plain tensors on several ranks
+(norms beside tensor-parallel weights, a model under DDP, counters), or for a tensor whose ranks are on different
+meshes. Only one copy of such a tensor is saved, so all its copies are compared before the save. Tensors for which the
+target dialect has no name must be zero.
 """
 
 from __future__ import annotations
@@ -52,37 +52,39 @@ FORMAT = "live"
 CONFIG = "config.json"
 _SEPARATOR = "/"
 _APART = 4
-"""A requested range is copied to the CPU alone if the whole tensor is at least this many times longer."""
+"""A requested range is copied to the CPU by itself if the whole tensor is at least this many times longer; otherwise
+the whole tensor is copied.
+"""
 _KEPT = 1 << 30
-"""Maximum bytes of CPU copies of tensors that stay cached."""
+"""Largest number of bytes of CPU copies of tensors that remain cached."""
 
 
 def file_of(rank: int, name: str) -> str:
-    """Return the name of the virtual file that stands for a rank's part of a tensor."""
+    """Return the name of the virtual file that represents a rank's shard of a tensor."""
     return f"{rank}{_SEPARATOR}{name}"
 
 
 def rank_of(file: str) -> int:
-    """Return the rank whose memory a virtual file stands for."""
+    """Return the rank whose memory a virtual file represents."""
     return int(file.partition(_SEPARATOR)[0])
 
 
 def tensor_of(file: str) -> str:
-    """Return the name of the tensor whose local part a virtual file stands for."""
+    """Return the name of the tensor whose local shard a virtual file represents."""
     return file.partition(_SEPARATOR)[2]
 
 
 class Memory(Storage):
-    """A `Storage` whose virtual files are this rank's tensors, as row-major bytes.
+    """A `Storage` whose virtual files are this rank's tensors, in row-major order.
 
-    Contiguous CPU tensors are read without a copy. GPU and strided tensors are copied to the CPU when they are read:
-    only the requested range if it is a small part of a contiguous tensor, otherwise the whole tensor; copies of whole
-    tensors stay cached up to a limit.
+    Contiguous CPU tensors are read without a copy. GPU tensors and strided tensors are copied to the CPU when they are
+    read. If a small range of a contiguous tensor is requested, only this range is copied, otherwise the whole tensor.
+    Copies of whole tensors remain cached, up to a limit.
 
     Args:
-        tensors: this rank's tensors by name.
-        rank: this rank.
-        files: name -> contents of the checkpoint's files that are not tensors.
+        tensors: name -> tensor, for this rank's tensors.
+        rank: number of this rank.
+        files: file name -> content, for the checkpoint's files that are not tensors.
     """
 
     single = None
@@ -96,7 +98,7 @@ class Memory(Storage):
         self._cached: OrderedDict[str, Bytes] = OrderedDict()
 
     def listing(self, folder: str = "") -> Listing:
-        """List the files; there are no folders."""
+        """List the virtual files; there are no folders."""
         return Listing(tuple(sorted(self._files)) if not folder else (), (), {})
 
     def size(self, name: str) -> int:
@@ -104,16 +106,16 @@ class Memory(Storage):
         return len(self._files[name]) if name in self._files else self._local(name).nbytes
 
     def version(self, name: str) -> str:
-        """Return the file's name as its version, since a change of memory cannot be detected."""
+        """Return the file's name as its version, because changes of memory cannot be detected."""
         return name
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Read bytes of a file from an offset into a view."""
+        """Copy bytes of a virtual file, from an offset on, into `view`."""
         view[:] = self.lend(name, offset, len(view)).data
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of a file, without a copy if the tensor is contiguous on the CPU; the caller must not write to
-        the bytes.
+        """Return bytes of a virtual file; if the tensor is contiguous on the CPU, they are not copied. The caller must
+        not change the bytes.
         """
         if name in self._files:
             return np.frombuffer(self._files[name], np.uint8, size, offset)
@@ -122,8 +124,8 @@ class Memory(Storage):
             local = self._local(name)
             if local.device.type == "cpu" and local.is_contiguous():
                 lent = self._lent[name] = as_bytes(local)
-            # A small range is copied alone. For a larger range, the whole tensor is copied and cached, because the
-            # tensor's other ranges are usually read next.
+            # A small range is copied by itself. For a larger range, the whole tensor is copied and cached, because the
+            # other ranges of the tensor are usually read next.
             elif local.is_contiguous() and _APART * size <= local.nbytes:
                 return as_bytes(copy_to_cpu(byte_view(local)[offset : offset + size]))
             else:
@@ -131,42 +133,42 @@ class Memory(Storage):
         return lent[offset : offset + size]
 
     def owner(self, name: str) -> int:
-        """Return the rank whose memory a virtual file stands for."""
+        """Return the rank whose memory a virtual file represents."""
         return rank_of(name)
 
     def recheck(self) -> None:
-        """Do nothing: a change of memory cannot be detected, and each byte is read only once."""
+        """Do nothing, because changes of memory cannot be detected, and each byte is read only once."""
 
     def close(self) -> None:
-        """Drop all cached copies."""
+        """Drop all cached copies of tensors."""
         self._lent.clear()
         self._cached.clear()
 
     def _local(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a tensor; a 0-d tensor of another rank is read from this rank's equal copy."""
+        """Return this rank's shard of a tensor; a 0-d tensor of another rank is read from this rank's equal copy."""
         rank, _, tensor = name.partition(_SEPARATOR)
         own_tensor = self._tensors.get(tensor)
-        # 0-d tensors (such as a step) are read by every rank while planning, though the catalog names one rank as
+        # 0-d tensors (such as a step) are read by every rank for planning, although the catalog names one rank as their
         # owner. They are equal on all ranks, so each rank reads its own copy.
         if int(rank) != self._rank and (own_tensor is None or own_tensor.dim()):
             raise refuse("IO", f"rank {self._rank} cannot read it: it is in the memory of rank {rank}", tensor=tensor)
         return with_own_bytes(local_of(self._tensors[tensor]))
 
     def _copy_to_cpu(self, name: str, local: torch.Tensor) -> Bytes:
-        """Copy a tensor to the CPU, and keep the copy in a cache of the most recently used copies."""
-        # Remove and append, so that the first entry is the least recently used one.
+        """Copy a tensor to the CPU, and store the copy in a cache of the most recently used copies."""
+        # The entry is removed and appended, so that the first entry of the cache is the least recently used copy.
         copied = self._cached.pop(name, None)
         if copied is None:
             copied = as_bytes(copy_to_cpu(local))
         self._cached[name] = copied
-        # The new copy stays cached even if it alone exceeds the limit, since it is about to be used.
+        # The new copy remains cached even if it alone exceeds the limit, because it is about to be used.
         while len(self._cached) > 1 and sum(map(len, self._cached.values())) > _KEPT:
             self._cached.popitem(last=False)
         return copied
 
 
 def memory_of(container: Container) -> Memory:
-    """Return the memory behind a container of live tensors."""
+    """Return the `Memory` of a container of live tensors."""
     if not isinstance(container.storage, Memory):
         raise TypeError(f"{container.path} is not a model in memory")
     return container.storage
@@ -184,17 +186,17 @@ def container(
     """Return a checkpoint container whose tensors are the live tensors of all ranks.
 
     Args:
-        global_tensors: all ranks' tensors, and which rank has which part.
-        tensors: this rank's local tensors, by the names of the parts (`local_parts`).
-        rank: this rank.
-        config: the model's config, which becomes the checkpoint's config.json.
-        groups: the optimizer's parameter groups, which list parameters by name.
-        files: name -> contents of further files for the checkpoint.
+        global_tensors: the tensors of all ranks, with the shard that each rank holds.
+        tensors: name of a shard (see `local_parts`) -> local tensor, for this rank.
+        rank: number of this rank.
+        config: the model's config, which is stored as the checkpoint's config.json.
+        groups: the optimizer's parameter groups, which list the names of their parameters.
+        files: file name -> content, for additional files of the checkpoint.
 
-    Post-condition: one replica of each part is read, from the rank with the fewest bytes to read so far.
+    Post-condition: one replica of each shard is read, from the rank with the fewest bytes to read until then.
 
     Raises:
-        Refused: INCOMPLETE, if some part of a tensor is on no rank.
+        Refused: with code INCOMPLETE, if no rank holds some region of a tensor.
     """
     load = Load()
     entries = {name: _entry(tensor, load) for name, tensor in global_tensors.items()}
@@ -206,7 +208,7 @@ def container(
 
 
 def own_entry(tensor: GlobalTensor, rank: int) -> Entry:
-    """Return a catalog entry with only this rank's chunks of a tensor."""
+    """Return a catalog entry that contains only this rank's chunks of a tensor."""
     chunks = _extents(tensor, tensor.positions[rank], file_of(rank, tensor.name))
     return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extent for _, extent in chunks))
 
@@ -214,18 +216,18 @@ def own_entry(tensor: GlobalTensor, rank: int) -> Entry:
 def _entry(tensor: GlobalTensor, load: Load) -> Entry:
     extents: list[Extent] = []
     covered: set[tuple[tuple[int, int], ...]] = set()
-    # Ranks may share some chunks of their parts (such as one key and value head): list each chunk once.
+    # Ranks may share some chunks of their shards (such as one key and value head), so each chunk is listed once.
     for intervals, ranks in tensor.boxes.items():
-        # Of the replicas, take the one on the rank with the fewest bytes so far, or on the lowest of several such
-        # ranks, so that all ranks agree. A replica that its rank declares a copy is taken only if all replicas are
-        # declared copies.
+        # Of several replicas, the one on the rank with the fewest bytes so far is listed, or on the lowest of several
+        # such ranks, so that all ranks agree. A replica that its rank declares to be a copy is listed only if all
+        # replicas are declared copies.
         sources = [rank for rank in ranks if rank not in tensor.spare] or ranks
         owner = load.add(load.least(sources), nbytes(tensor.dtype, local_shape(intervals)))
         for spans, extent in _extents(tensor, intervals, file_of(owner, tensor.part_name(intervals))):
             if spans not in covered:
                 covered.add(spans)
                 extents.append(extent)
-    # No chunk is listed twice, so if none is missing, the chunks' sizes add up to the tensor's size.
+    # No chunk is listed twice. So if no chunk is missing, the sizes of the chunks add up to the size of the tensor.
     size = sum(_count(extent.shape) for extent in extents)
     if size != _count(tensor.shape):
         message = f"all ranks together hold only {size} of its {_count(tensor.shape)} elements"
@@ -234,7 +236,7 @@ def _entry(tensor: GlobalTensor, load: Load) -> Entry:
 
 
 def _extents(tensor: GlobalTensor, part: Positions, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
-    """Return the chunks of a rank's part: one chunk per combination of its intervals, or the boxes that make up a flat
+    """Return the chunks of a rank's shard: one for each combination of its intervals, or the boxes that make up a flat
     range.
     """
     item = nbytes(tensor.dtype, (1,)) if tensor.shape else 1
@@ -262,7 +264,7 @@ def _extents(tensor: GlobalTensor, part: Positions, file: str) -> list[tuple[tup
 def _extents_of_range(
     shape: tuple[int, ...], part: Positions, file: str, item: int
 ) -> Iterator[tuple[tuple[tuple[int, int], ...], Extent]]:
-    """Yield the chunks of a flat range of a tensor's elements."""
+    """Yield the chunks that make up a flat range of a tensor's elements."""
     ((first, stop),), strides = part[0], row_major(shape)
     for box in lexicographic_boxes(shape, first, stop):
         start = tuple(begin for begin, _ in box)
@@ -278,13 +280,13 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class Replicas:
-    """Ranks with equal parts of tensors, known from the tensors' meshes.
+    """Ranks that hold equal shards of tensors, as the tensors' meshes show.
 
-    Tensors that are on no single mesh are left out: their replicas may differ, so all ranks should receive one rank's
-    values.
+    Tensors that are not on a single mesh are excluded: their replicas may differ, so all ranks should receive the
+    values of one rank.
 
     Args:
-        global_tensors: all ranks' tensors, and which rank has which part.
+        global_tensors: the tensors of all ranks, with the shard that each rank holds.
     """
 
     def __init__(self, global_tensors: Census) -> None:
@@ -297,9 +299,10 @@ class Replicas:
                     self._holders |= {file_of(rank, part): alike for rank in alike}
 
     def near(self, item: Item) -> list[Item]:
-        """Split an item into one for each receiver that has some of the bytes itself, and one for all other receivers.
+        """Split an item into one item for each receiver that holds some of the bytes itself, and one item for all other
+        receivers.
 
-        The new items have the same key; no receiver is in two of them.
+        The new items have the same key, and each receiver is in only one of them.
         """
         shared = {each.file for each in item.transfers} & self._holders.keys()
         own_files = {
@@ -322,9 +325,9 @@ class Replicas:
 
 
 _Peers = tuple[int, ...]
-"""Ranks that have the same part of a tensor."""
+"""Ranks that hold the same shard of a tensor."""
 _NAMED = 8
-"""Maximum number of ranks that a message lists."""
+"""Largest number of ranks that a message lists."""
 _HINT = (
     "Broadcast the tensor from one rank, or find out why the copies drifted apart (a gradient that is not summed over "
     "all ranks). Use check_copies=False to write one of them."
@@ -332,15 +335,17 @@ _HINT = (
 
 
 def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """Refuse copies that differ between ranks; collective. Each set of ranks exchanges one combined hash.
+    """Refuse copies of a tensor that differ between ranks; all ranks must call this function. Each set of ranks with
+    equal shards exchanges one hash of all these shards.
 
     Args:
-        global_tensors: all ranks' tensors, and which rank has which part.
-        tensors: this rank's local tensors, by the names of the parts (`local_parts`).
+        global_tensors: the tensors of all ranks, with the shard that each rank holds.
+        tensors: name of a shard (see `local_parts`) -> local tensor, for this rank.
         world: all ranks that take part.
 
     Raises:
-        Refused: UNEQUAL_COPIES, on every rank, if copies of a tensor differ; one refusal per tensor.
+        Refused: raised on every rank with code UNEQUAL_COPIES, if copies of a tensor differ; the error has one refusal
+            per tensor.
     """
     if not any(tensor.loose for tensor in global_tensors.values()):
         return
@@ -366,7 +371,9 @@ def compare_copies(global_tensors: Census, tensors: Mapping[str, torch.Tensor], 
 
 
 def _loose_parts(tensor: GlobalTensor, rank: int) -> Iterator[tuple[str, _Peers]]:
-    """Yield (part name, ranks with that part) for this rank's parts of a tensor that must equal other ranks' parts."""
+    """Yield (name of a shard, ranks that hold the shard), for this rank's shards of a tensor that must equal the shards
+    of other ranks.
+    """
     if tensor.loose and rank in tensor.positions:
         for intervals, peers in tensor.boxes.items():
             if rank in peers and len(peers) > 1:
@@ -374,11 +381,11 @@ def _loose_parts(tensor: GlobalTensor, rank: int) -> Iterator[tuple[str, _Peers]
 
 
 def _unequal(tensor: GlobalTensor, digests: Mapping[int, Mapping[str, bytes]]) -> list[Refusal]:
-    """Return a refusal for each part of a tensor whose copies differ.
+    """Return a refusal for each shard of a tensor whose copies differ.
 
     Args:
-        tensor: the tensor, including which rank has which part.
-        digests: rank -> part name -> hash of the part.
+        tensor: the tensor, with the shard that each rank holds.
+        digests: rank -> name of a shard -> hash of the shard.
     """
     problems = []
     for intervals, peers in tensor.boxes.items() if tensor.loose else ():
@@ -398,14 +405,14 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def check_zero(checks: Iterable[Check | PlannedCheck], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse nonzero values in this rank's parts of tensors that must be zero.
+    """Refuse nonzero values in this rank's shards of tensors that must be zero.
 
     Args:
-        checks: all checks of a view; only checks for zeros are made here.
-        tensors: this rank's tensors by name.
+        checks: all checks of a translation; this function makes only the checks for zeros.
+        tensors: name -> tensor, for this rank's tensors.
 
     Raises:
-        Refused: UNEXPECTED_TENSOR, if a value that must be zero is not.
+        Refused: with code UNEXPECTED_TENSOR, if a value that must be zero is not zero.
     """
     refusals = {check.refusal.where.tensor or "": check.refusal for check in checks if check.zero}
     problems = [refusals[name] for name in refusals.keys() & tensors.keys() if local_of(tensors[name]).count_nonzero()]

@@ -1,13 +1,13 @@
-"""Optimizer state by parameter name, `optim/<parameter>/<state>` in every container.
+"""Optimizer state by parameter name: `optim/<parameter>/<state>` in every checkpoint format.
 
-State is never matched by position. A new optimizer would create its state in its first step; a load creates the state
-before that, with the shape and placement of the parameter.
+Optimizer state is never matched by position. A new optimizer would create its state in its first step. A load creates
+it earlier, with the shape and placement of the parameter.
 
-A checkpoint stores only tensors, so it does not tell whether a 0-d value was a Python number or a tensor. To find out,
-a twin of the optimizer, with the same settings, makes one step on a small zero parameter with a zero gradient. The
-optimizer itself stays unchanged.
+A checkpoint stores only tensors, so it does not show whether a 0-d value was a Python number or a tensor. To find out,
+a twin (a second optimizer with the same settings) makes one step on a small zero parameter with a zero gradient. The
+optimizer itself is not changed by this.
 
-Settings of parameter groups are also matched by parameter names.
+Settings of parameter groups are matched by parameter names too.
 
 Settings that only select an implementation (`foreach`, `fused`, `capturable`, `differentiable`) are not restored.
 """
@@ -46,20 +46,20 @@ _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."
 _IN_ORDER = "Build the optimizer with its groups in the order that they had at the save."
 _FIRST_RATE, _BASE_RATES, _SCHEDULES = "initial_lr", "base_lrs", "_schedulers"
-"""Key of a group's initial learning rate; keys, in a schedule's state, of the initial rates and of inner schedules."""
+"""Key of a group's initial learning rate; keys of the initial rates and of inner schedules in a schedule's state."""
 _UNTIE = "Build the model without the tie."
 
 
 def groups_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) -> list[ParamGroup]:
-    """Return this rank's parameter groups, of all optimizers one after another, with parameters given by name.
+    """Return this rank's parameter groups, of all optimizers in order, with names instead of parameters.
 
     Args:
-        optimizers: the optimizers.
-        parameters: the optimizers' parameters by name.
+        optimizers: the optimizers to read.
+        parameters: name -> parameter of the optimizers.
 
     Raises:
-        Refused: UNSUPPORTED, if a setting is not plain data, or a wrapper's settings differ from the wrapped
-            optimizer's settings.
+        Refused: with code UNSUPPORTED, if a setting is not plain data, or a wrapper's settings differ from those of the
+            wrapped optimizer.
     """
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
     groups: list[ParamGroup] = []
@@ -80,10 +80,10 @@ def groups_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) ->
 
 
 def all_groups(own_groups: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
-    """Merge the groups of all ranks, which may have different parameters (pipeline stages); collective.
+    """Merge the groups of all ranks, whose parameters may differ (pipeline stages); all ranks must call this.
 
     Raises:
-        Refused: UNEQUAL_COPIES, if two ranks train one parameter with different settings.
+        Refused: with code UNEQUAL_COPIES, if two ranks train the same parameter with different settings.
     """
     merged: dict[tuple[int, str], ParamGroup] = {}
     settings_by_name: dict[str, str] = {}
@@ -105,11 +105,11 @@ def all_groups(own_groups: Sequence[ParamGroup], world: World) -> list[ParamGrou
 
 
 def find_unlike_tied(other_names: Mapping[str, str], stored: Iterable[ParamGroup]) -> list[Refusal]:
-    """Return a refusal for each tied parameter for which the source has different settings under its several names.
+    """Return a refusal for each tied parameter whose names have different settings in the source.
 
     Args:
-        other_names: further name of a tied parameter -> the name that the optimizers use.
-        stored: the source's groups, with the model's names of parameters.
+        other_names: additional name of a tied parameter -> the name that the optimizers use.
+        stored: the source's parameter groups, with the model's names of parameters.
     """
     of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
     pairs = [
@@ -133,13 +133,13 @@ def settings_for(
     """Find the source's settings for each parameter group of the optimizers.
 
     Args:
-        optimizers: the optimizers.
-        parameters: the optimizers' parameters by name.
-        stored: the source's groups, with the model's names of parameters.
+        optimizers: the optimizers to load into.
+        parameters: name -> parameter of the optimizers.
+        stored: the source's parameter groups, with the model's names of parameters.
 
     Returns:
         The settings to restore for each group (`Optimizers.every_group`), empty if the source has none; and a refusal
-        for each group whose parameters were trained with different settings.
+        for each group whose parameters had different settings in the source.
     """
     of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
     names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
@@ -165,7 +165,7 @@ def settings_for(
 
 
 def _describe_difference(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -> str:
-    """Describe how the settings of two parameters differ, each given as (name, settings in the source)."""
+    """Describe how the settings of two parameters differ; each is given as (name, settings in the source)."""
     (name, first_settings), (second_name, second_settings) = first, second
     differing_keys = [
         key
@@ -181,14 +181,14 @@ def _describe_difference(first: tuple[str, ParamGroup], second: tuple[str, Param
 def find_misordered(
     optimizers: Optimizers, settings: Sequence[Mapping[str, Any]], schedules: Mapping[str, tuple[object, Any]]
 ) -> list[Refusal]:
-    """Return a refusal for each learning rate schedule that would assign its rates to the wrong parameter groups.
+    """Return a refusal for each learning rate schedule that would assign its rates to wrong parameter groups.
 
-    A schedule stores rates in the order of the groups, while the groups' own settings are matched by parameter names.
+    A schedule stores rates in the order of the groups, but settings of groups are matched by parameter names.
 
     Args:
-        optimizers: the optimizers.
-        settings: the settings to restore for each group, see `settings_for`.
-        schedules: name -> (object, state to restore); an object that is no schedule is skipped.
+        optimizers: the optimizers to load into.
+        settings: the settings to restore for each group; see `settings_for`.
+        schedules: name -> (object, state to restore); objects other than schedules are ignored.
     """
     rates, problems, begin = [_number(group_settings.get(_FIRST_RATE)) for group_settings in settings], [], 0
     for optimizer in optimizers.members:
@@ -214,9 +214,7 @@ def find_misordered(
 
 
 def _optimizers_of(schedule: object) -> tuple[Optimizer, ...]:
-    """Return the torch optimizers whose learning rates a schedule sets, unwrapped from wrappers such as
-    accelerate's.
-    """
+    """Return the torch optimizers whose learning rates a schedule sets, without wrappers such as accelerate's."""
     inner = getattr(schedule, "scheduler", schedule)
     optimizer = getattr(inner, "optimizer", None)
     return () if optimizer is None else inner_optimizers(optimizer)
@@ -235,7 +233,7 @@ def _base_rates(state: Any) -> Iterator[list[float]]:
 def restore(optimizers: Optimizers, settings_by_group: Sequence[Mapping[str, Any]]) -> None:
     """Restore settings into the optimizers' parameter groups.
 
-    A setting that is a tensor stays the same object; only a tensor that several groups share, such as an initial
+    A setting that is a tensor remains the same object. Only a tensor that several groups share, such as an initial
     learning rate, is cloned if the groups get different values.
     """
     groups = list(zip(optimizers.every_group(), settings_by_group, strict=True))
@@ -265,19 +263,17 @@ def restore(optimizers: Optimizers, settings_by_group: Sequence[Mapping[str, Any
 
 
 def _number(value: Any) -> Any:
-    """Convert a numpy scalar to a Python number; return a value of another type unchanged."""
+    """Convert a numpy scalar to a Python number; return any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _both(settings: ParamGroup, shown: ParamGroup) -> dict[str, Any]:
-    """Return the settings that a wrapper's group `shown` also has; a wrapper of different optimizers has only common
-    settings.
-    """
+    """Return the settings that a wrapper's group `shown` has too; it has only settings that its optimizers share."""
     return {key: value for key, value in settings.items() if key in shown}
 
 
 def _scalar(value: Any) -> Any:
-    """Convert a 0-d tensor to a numpy scalar, which keeps the dtype."""
+    """Convert a 0-d tensor to a numpy scalar of the same dtype."""
     if not isinstance(value, torch.Tensor) or value.dim():
         return value
     octets = value.detach().cpu().reshape(1).view(torch.uint8).numpy()
@@ -286,7 +282,7 @@ def _scalar(value: Any) -> Any:
 
 _OTHER_KIND = "Build the kind of optimizer that the source was trained with, or omit optimizer= to begin anew."
 _ON_DEVICE = ("capturable", "fused")
-"""Settings of a group that put its step counters on the parameters' device."""
+"""Settings of a group that place its step counters on the device of the parameters."""
 _TOO_EARLY = (
     "Build the optimizer from this model's parameters, after fully_shard or parallelize_module has replaced them"
 )
@@ -295,30 +291,30 @@ _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, floa
 _STATE, _DEFAULTS, _STEP, _RATE = "state", "defaults", "step", "lr"
 _HOOKS = "_optimizer_"
 _OFF = ("foreach", "fused", "capturable")
-"""Settings that are switched off in a twin: they need a GPU or a special kernel, and do not affect which state
+"""Settings that are off in a twin, because they need a GPU or a special kernel. They do not affect which state
 exists."""
 _TWIN_SIZE = 2
-"""Size of each dim of a twin's parameter."""
+"""Size of each dim of the small parameter on which a twin makes a step."""
 
 
 class OptimizerLoad:
-    """The part of a load that fills optimizers; it does nothing if there is no optimizer.
+    """The part of a load that fills optimizers; without an optimizer it does nothing.
 
     Args:
-        optimizer: the model's optimizer, or several; None: nothing to load.
+        optimizer: the model's optimizer, or several; None means that no optimizer is loaded.
         leaves: this rank's tensors of the model.
-        stored: the source's tensors by the model's names.
+        stored: the model's tensor name -> tensor of the source.
 
     Attributes:
-        parameters: the optimizers' parameters by name.
-        states: name -> tensor to fill, for all state that the source has.
-        stale_states: names of state that the optimizers have and the source lacks.
-        second_copies: pairs of names of one state of a tied parameter: the name that is loaded, and a second name in
-            the source.
+        parameters: name -> parameter of the optimizers.
+        states: name -> tensor to fill, for all optimizer state that the source has.
+        stale_states: names of optimizer state that the optimizers have but the source lacks.
+        second_copies: pairs of names for the same state of a tied parameter: the name that is loaded, and a second name
+            in the source.
         names_without_optimizer: names of parameters that require gradients but are in no optimizer.
 
     Raises:
-        TransaxleError: raised by `by_name`, `buffers_for` or `states_of`.
+        TransaxleError: any error that `by_name`, `buffers_for` or `states_of` raises.
     """
 
     def __init__(self, optimizer: AnyOptimizer | None, leaves: Leaves, stored: Mapping[str, StoredTensor]) -> None:
@@ -330,7 +326,7 @@ class OptimizerLoad:
         self.names_without_optimizer: tuple[str, ...] = ()
         self._other_names: dict[str, str] = {}
         self._settings: list[Mapping[str, Any]] = []
-        """The source's settings for each parameter group."""
+        """For each parameter group, its settings in the source."""
         if optimizer is None:
             return
         self._optimizers, self.parameters = by_name(optimizer, leaves)
@@ -349,13 +345,13 @@ class OptimizerLoad:
         stored: Mapping[str, StoredTensor],
         schedules: Mapping[str, tuple[object, Any]],
     ) -> list[Refusal]:
-        """Find the source's settings for each parameter group; return a refusal for each setting with which an
-        optimizer cannot continue.
+        """Find the source's settings for each parameter group; return a refusal for each setting that prevents
+        continuing.
 
         Args:
-            groups: the source's groups, with the model's names of parameters.
-            stored: the source's tensors by the model's names.
-            schedules: as for `find_misordered`.
+            groups: the source's parameter groups, with the model's names of parameters.
+            stored: the model's tensor name -> tensor of the source.
+            schedules: the argument of `find_misordered`.
         """
         if self._optimizers is None:
             return []
@@ -365,11 +361,11 @@ class OptimizerLoad:
         return [*problems, *find_misordered(self._optimizers, self._settings, schedules)]
 
     def follow(self, leaves: Leaves, stored: Mapping[str, StoredTensor]) -> None:
-        """Switch to the new parameters of a model that has left the meta device, and create their state again.
+        """Use the new parameters of a model that has left the meta device, and create their optimizer state again.
 
         Args:
             leaves: this rank's present tensors of the model.
-            stored: the source's tensors by the model's names.
+            stored: the model's tensor name -> tensor of the source.
         """
         if self._optimizers is None:
             return
@@ -378,11 +374,11 @@ class OptimizerLoad:
         self.parameters, self.states = parameters, buffers_for(self._optimizers, parameters, stored)
 
     def install(self, weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-        """Put the loaded settings and state into the optimizers.
+        """Restore the loaded settings and state into the optimizers.
 
         Args:
-            weights: quantized parameters by name.
-            values: name -> loaded values of a parameter that was quantized during the load.
+            weights: name -> quantized parameter.
+            values: name -> loaded values, for parameters that were quantized during the load.
         """
         if self._optimizers is None:
             return
@@ -390,7 +386,7 @@ class OptimizerLoad:
         install(self._optimizers, self.parameters, self.states)
         lacking = [name for name in weights if join_slot(name, MASTER) not in self.states]
         for optimizer in self._optimizers.members:
-            # master weights that the source lacks start from the loaded values
+            # master weights that the source lacks are set to the loaded values
             if isinstance(optimizer, MasterWeights):
                 begin: dict[torch.Tensor, torch.Tensor | None] = {weights[name]: None for name in lacking}
                 begin |= {weights[name]: local_of(values[name]) for name in lacking if name in values}
@@ -398,15 +394,15 @@ class OptimizerLoad:
 
 
 def by_name(optimizer: AnyOptimizer, leaves: Leaves) -> tuple[Optimizers, dict[str, torch.Tensor]]:
-    """Unwrap optimizers, and return their parameters by the model's names.
+    """Unwrap optimizers, and return them with the model's name -> parameter.
 
     Args:
         optimizer: the model's optimizer, or several.
         leaves: this rank's tensors of the model.
 
     Raises:
-        Refused: UNSUPPORTED, if the model's state dict does not show a parameter, or is a Megatron sharded state dict;
-            also the refusals of `names_of`.
+        Refused: with code UNSUPPORTED, if the model's state dict omits a parameter, or is a Megatron sharded state
+            dict; also any refusal of `names_of`.
     """
     if leaves.sharded:
         message = "the shards of a Megatron model are no parameters of an optimizer, so its state cannot be matched"
@@ -420,14 +416,14 @@ def by_name(optimizer: AnyOptimizer, leaves: Leaves) -> tuple[Optimizers, dict[s
 
 
 def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the optimizers' parameters by name.
+    """Return the model's name -> parameter, for the parameters of the optimizers.
 
     Args:
-        optimizers: the optimizers.
-        tensors: the model's tensors by name.
+        optimizers: the optimizers to read.
+        tensors: name -> tensor of the model.
 
     Raises:
-        Refused: UNEXPECTED_TENSOR, if an optimizer has a parameter that the model does not have.
+        Refused: with code UNEXPECTED_TENSOR, if an optimizer has a parameter that the model does not have.
     """
     by_identity = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     parameters: dict[str, torch.Tensor] = {}
@@ -447,21 +443,20 @@ def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dic
 def names_without_optimizer(
     optimized: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
 ) -> tuple[str, ...]:
-    """Return the names of parameters that require gradients but are in no optimizer."""
+    """Return the names of parameters that require gradients but belong to no optimizer."""
     identities = {id(parameter) for parameter in optimized.values()}
     return tuple(name for name, each in parameters.items() if each.requires_grad and id(each) not in identities)
 
 
 def states_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the optimizers' state as tensors by name; a Python number becomes a 0-d tensor, and None values are left
-    out.
+    """Return name -> tensor of the optimizers' state; Python numbers become 0-d tensors, None values are omitted.
 
     Args:
-        optimizers: the optimizers.
-        parameters: the optimizers' parameters by name, see `names_of`; other ranks' parameters have no state here.
+        optimizers: the optimizers to read.
+        parameters: name -> parameter; see `names_of`. For parameters of other ranks, no state is returned.
 
     Raises:
-        Refused: UNSUPPORTED, if a state value is neither a tensor nor a number.
+        Refused: with code UNSUPPORTED, if a value in the state is neither a tensor nor a number.
     """
     tensors, problems = {}, []
     owners = optimizers.owners()
@@ -496,7 +491,7 @@ def states_of(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor]) ->
 def stale_states(
     optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stored: Container[str]
 ) -> tuple[str, ...]:
-    """Return the names of state that the optimizers have and the source lacks, which a load would leave stale."""
+    """Return the names of optimizer state that the source lacks, so that a load would leave it outdated."""
     return tuple(n for n in states_of(optimizers, parameters) if n not in stored and split_slot(n)[1] != MASTER)
 
 
@@ -506,13 +501,13 @@ def find_other_kind(
     settings: Sequence[Mapping[str, Any]],
     stored: Collection[str],
 ) -> list[Refusal]:
-    """Refuse state with which a new optimizer could not continue, because a different kind of optimizer wrote it.
+    """Refuse optimizer state that a different kind of optimizer wrote, so that this optimizer could not continue.
 
     Args:
-        optimizers: the optimizers.
-        parameters: the optimizers' parameters by name.
-        settings: the settings to restore for each group, see `settings_for`.
-        stored: the source's tensors by the model's names.
+        optimizers: the optimizers to load into.
+        parameters: name -> parameter of the optimizers.
+        settings: the settings to restore for each group; see `settings_for`.
+        stored: the model's tensor name -> tensor of the source.
     """
     stored_keys: dict[str, set[str]] = {}
     for full in stored:
@@ -550,11 +545,11 @@ def find_missing_state(checkpoint: Checkpoint) -> list[Refusal]:
 
 
 def other_names(optimized: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return further name of a tied parameter -> name that the optimizers use.
+    """Return additional name of a tied parameter -> the name that the optimizers use.
 
     Args:
-        optimized: the optimizers' parameters by name.
-        parameters: the model's parameters by name; a tied parameter has several names.
+        optimized: name -> parameter of the optimizers.
+        parameters: name -> parameter of the model; a tied parameter has several names.
     """
     first = {id(parameter): name for name, parameter in optimized.items()}
     return {name: first[id(p)] for name, p in parameters.items() if name not in optimized and id(p) in first}
@@ -564,8 +559,8 @@ def second_copies(other_names: Mapping[str, str], stored: Collection[str]) -> It
     """Yield (name, second name) for each state that the source stores under two names of a tied parameter.
 
     Args:
-        other_names: the result of the function `other_names`.
-        stored: the source's tensors by the model's names.
+        other_names: the mapping that the function `other_names` returns.
+        stored: the model's tensor name -> tensor of the source.
     """
     for full in stored:
         name, key = split_slot(full)
@@ -574,9 +569,7 @@ def second_copies(other_names: Mapping[str, str], stored: Collection[str]) -> It
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
-    """Convert a Python number to a 0-d tensor; return None for values that are no numbers, and for integers beyond 64
-    bits.
-    """
+    """Convert a Python number to a 0-d tensor; return None for other values and for integers beyond 64 bits."""
     kind = _NUMBERS.get(type(value))
     if kind is None or (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63):
         return None
@@ -586,16 +579,15 @@ def as_tensor(value: object) -> torch.Tensor | None:
 def buffers_for(
     optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
-    """Return tensors to fill with the source's state: the optimizers' own tensors, or new ones if the state does not
-    exist yet.
+    """Return name -> tensor to fill with the source's state: the optimizers' own tensor, or a new one if it has none.
 
     Args:
-        optimizers: the optimizers.
-        parameters: the optimizers' parameters by name; parameters that other ranks update are skipped.
-        stored: the source's tensors by the model's names.
+        optimizers: the optimizers to load into.
+        parameters: name -> parameter of the optimizers; parameters that other ranks update are ignored.
+        stored: the model's tensor name -> tensor of the source.
 
     Raises:
-        Refused: UNSUPPORTED, if a state value is not a plain tensor.
+        Refused: with code UNSUPPORTED, if a value in the state is not a plain tensor.
     """
     on_device = {
         id(parameter)
@@ -627,7 +619,7 @@ def buffers_for(
 
 
 def _is_encoded(state: torch.Tensor) -> bool:
-    """Tell whether state consists of several buffers, as in torchao's quantized optimizers."""
+    """Return whether state consists of several buffers, as in torchao's quantized optimizers."""
     return is_traceable_wrapper_subclass(local_of(state))
 
 
@@ -638,12 +630,12 @@ def _refuse_encoded(name: str, state: torch.Tensor) -> Refusal:
 
 
 def follow(optimizers: Optimizers, former: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace former parameters in the optimizers' groups, since materialising a meta model creates new parameters.
+    """Replace parameters in the optimizers' groups by those that `materialise` has created for a meta model.
 
     Args:
-        optimizers: the optimizers.
-        former: the optimizers' former parameters by name.
-        tensors: the model's present tensors by name.
+        optimizers: the optimizers to change.
+        former: name -> former parameter of the optimizers.
+        tensors: name -> new tensor of the model.
     """
     replaced = {id(old): tensors[name] for name, old in former.items() if tensors[name] is not old}
     for group in optimizers.every_group():
@@ -651,12 +643,12 @@ def follow(optimizers: Optimizers, former: Mapping[str, torch.Tensor], tensors: 
 
 
 def install(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
-    """Put loaded state into the optimizers, as Python numbers where an optimizer keeps numbers.
+    """Store loaded state in the optimizers, as Python numbers where an optimizer uses Python numbers.
 
     Whether a 0-d value becomes a tensor or a number depends on the optimizer's present state, or on the state that a
-    twin creates (`Twins`). If no twin works, a value becomes a number if only Python numbers are stored in its dtype,
-    except floats of 0-d parameters. Finally, the optimizer's `__setstate__` may convert the state. Call this after
-    restoring the settings.
+    twin creates (`Twins`). If no twin works, a value becomes a number if only Python numbers are stored in its dtype;
+    but floats of 0-d parameters remain tensors. At the end, the optimizer's `__setstate__` may convert the state. Call
+    this function after the settings were restored.
     """
     owners, twins = optimizers.owners(), Twins()
     for full, value in states.items():
@@ -676,11 +668,11 @@ def install(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stat
 
 
 def _to_kind(value: torch.Tensor, reference: object, parameter: torch.Tensor) -> torch.Tensor | bool | int | float:
-    """Convert a stored 0-d value to the type in which the optimizer keeps it: a tensor or a Python number.
+    """Convert a stored 0-d value to the type that the optimizer uses: a tensor or a Python number.
 
     Args:
         value: the stored value.
-        reference: the same state value in the optimizer at present, or in its twin; None: unknown.
+        reference: the same value in the optimizer's present state, or in its twin's; None means unknown.
         parameter: the parameter that the value belongs to.
     """
     unsure = value.dtype in _NUMBERS.values() and value.dtype != torch.get_default_dtype()
@@ -692,20 +684,18 @@ def _to_kind(value: torch.Tensor, reference: object, parameter: torch.Tensor) ->
         of_kind = type(reference)(number)
         return of_kind if of_kind == number else number
     if isinstance(reference, torch.Tensor) and unsure and not reference.dim() and counts:
-        cast = value.to(reference.dtype)  # the saved optimizer kept a number, but this one keeps a tensor
+        cast = value.to(reference.dtype)  # the saved optimizer used a number, but this optimizer uses a tensor
         return cast if bool(cast.to(value.dtype) == value) else value
     return value
 
 
 class Twins:
-    """Twins (small copies) of the optimizers of one load, which make one step per kind of parameter to show its
-    state.
-    """
+    """Twins (small copies) of the optimizers of a load; a twin makes one step to show which state a parameter gets."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, int, torch.dtype], Mapping[str, Any]] = {}
         self._numbers: dict[int, dict[int, int]] = {}
-        """`id(optimizer)` -> `id(parameter)` -> number of the parameter's group."""
+        """`id(optimizer)` -> `id(parameter)` -> number of the parameter group."""
 
     def state(
         self, optimizer: Optimizer, parameter: torch.Tensor, settings: Mapping[str, Any] | None = None
@@ -713,9 +703,9 @@ class Twins:
         """Return state of the kind that an optimizer creates for a parameter; empty if no twin works.
 
         Args:
-            optimizer: the optimizer.
+            optimizer: the optimizer whose twin is used.
             parameter: a parameter of this optimizer.
-            settings: settings that the parameter's group will have; None: the group's present settings.
+            settings: settings that the parameter's group will have; None means the group's present settings.
         """
         groups = optimizer.param_groups
         if id(optimizer) not in self._numbers:
@@ -762,9 +752,7 @@ def _twin(
 
 
 def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group's settings for a twin, with learning rate 0 and on the CPU, so that a step changes nothing and needs
-    no GPU.
-    """
+    """Copy a group's settings for a twin, with learning rate 0 and for the CPU, so that a step needs no GPU."""
     settings = {
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -777,9 +765,7 @@ def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the attributes that a twin needs; None if a twin could change objects that are not its own through
-    them.
-    """
+    """Return the attributes that a twin needs; None if a twin could change foreign objects through them."""
     if hasattr(type(optimizer), "__del__"):
         return None
     attributes = {}

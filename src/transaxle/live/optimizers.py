@@ -1,8 +1,8 @@
-"""Unwraps the argument `optimizer=` down to the torch optimizers that have state.
+"""Finds the torch optimizers that have state inside the argument `optimizer` of `load` and `save`.
 
-Containers (torchtitan), wrappers (accelerate, ZeRO), lists and dicts have parameters like any optimizer, but only the
-optimizers inside them have state. So this module searches such objects for optimizers. A wrapper with state of its own,
-which neither a save nor a load would see, is refused.
+Containers (torchtitan), wrappers (accelerate, ZeRO), lists and dicts have parameters like an optimizer, but only the
+optimizers inside them have state. So this module searches such objects for torch optimizers. A wrapper that has its own
+state is refused, because saves and loads would ignore this state.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from transaxle.formats.training_state import GROUPS, PARAMS, settings_of
 from transaxle.quant.masters import MasterWeights
 
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
-"""An optimizer, a wrapper or container of optimizers, or a list or dict of these; no parameter is in two optimizers."""
+"""An optimizer, a wrapper or container of optimizers, or a list or dict of optimizers. No parameter may be in two
+optimizers.
+"""
 _STATE, _DEFAULTS, _STEP = "state", "defaults", "step"
 _GIVE = "Give the torch optimizers inside it as a list, and put its other state into extra=."
 CARRY = 'Use extra={"optimizer": optimizer} to keep its state_dict() as it is, for the same ranks and shards.'
 """Hint for optimizer state that cannot be saved per parameter."""
 _DEEPEST = 4
-"""Depth to which nested lists and dicts in an optimizer's attributes are searched for tensors."""
+"""Largest depth to which nested lists and dicts in an optimizer's attributes are searched for tensors."""
 _TITAN = ("torchtitan.components.optimizer.optimizer", "OptimizersContainer")
-"""torchtitan's container of optimizers. Its `state_dict` is never called, since that method takes an optimizer step to
-create missing state; the container has no state besides its optimizers' state.
+"""Name of torchtitan's container of optimizers. Its method `state_dict` is never called, because it takes an optimizer
+step to create missing state. The container has no state besides the state of its optimizers.
 """
 _ZERO = ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
 _SCRATCH = frozenset({"_dummy_overflow_buf", "name2qmap", "grad_scale", "found_inf"})
-"""Attributes of optimizers (apex, DeepSpeed, bitsandbytes, torch) with tensors that are not state."""
+"""Attributes of optimizers (of apex, DeepSpeed, bitsandbytes and torch) whose tensors are not optimizer state."""
 
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The torch optimizers found inside the argument `optimizer=`, and the wrappers around them."""
+    """The torch optimizers found inside the argument `optimizer`, and the wrappers around them."""
 
     members: tuple[Optimizer, ...]
-    """Torch optimizers with state; each parameter is in exactly one of these optimizers."""
+    """The torch optimizers with state; each parameter is in exactly one of them."""
     covers: tuple[Any, ...] = ()
     """Wrappers that have their own parameter groups for the parameters of `members`, outermost wrapper first."""
 
     def parameters(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (number of the group, number within the group, parameter), including parameters that other ranks
-        update.
-        """
+        """Yield (number of the group, index in the group, parameter), including parameters that other ranks update."""
         visited: set[int] = set()
         for number, group in enumerate(self.every_group()):
             for place, parameter in enumerate(group[PARAMS]):
@@ -57,7 +57,7 @@ class Optimizers:
                     yield number, place, parameter
 
     def owners(self) -> dict[int, Optimizer]:
-        """Return `id(parameter)` -> the optimizer that has the parameter's state on this rank."""
+        """Return `id(parameter)` -> the optimizer that has the state of the parameter on this rank."""
         return {
             id(each): optimizer
             for optimizer in self.members
@@ -66,14 +66,14 @@ class Optimizers:
         }
 
     def every_group(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of optimizers and wrappers; a load restores settings into every group."""
+        """Return the parameter groups of optimizers and of wrappers; a load restores settings into every group."""
         return [group for optimizer in (*self.members, *self.covers) for group in optimizer.param_groups]
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of this rank's parameters, with the settings that the next step will use.
+        """Return the groups of this rank's parameters, with the settings that the next optimizer step will use.
 
         Raises:
-            Refused: UNSUPPORTED, if a wrapper's settings differ from the wrapped optimizer's settings.
+            Refused: with code UNSUPPORTED, if a wrapper's settings differ from those of the wrapped optimizer.
         """
         outer_groups = {
             id(p): group
@@ -85,7 +85,8 @@ class Optimizers:
         groups, problems = [], []
         for optimizer in self.members:
             for number, group in enumerate(optimizer.param_groups):
-                if id(optimizer) in zero_wrappers:  # ZeRO copies its own settings into this group at each step
+                # ZeRO copies its own settings into this group at each optimizer step
+                if id(optimizer) in zero_wrappers:
                     groups.append({**group, **settings_of(zero_wrappers[id(optimizer)].param_groups[number])})
                     continue
                 groups.append(group)
@@ -108,14 +109,15 @@ class Optimizers:
 
 
 def unwrap_optimizers(optimizer: Any) -> Optimizers:
-    """Find the torch optimizers inside the argument `optimizer=`.
+    """Find the torch optimizers inside the argument `optimizer`.
 
     Args:
-        optimizer: see `AnyOptimizer`; also an object that is no torch optimizer, but contains torch optimizers.
+        optimizer: any object that `AnyOptimizer` describes, including an object that is no torch optimizer but contains
+            torch optimizers.
 
     Raises:
-        Refused: UNSUPPORTED, if an object is no optimizer, or a wrapper has state of its own; NAME_COLLISION, if a
-            parameter is in two optimizers.
+        Refused: with code UNSUPPORTED, if an object is no optimizer, or a wrapper has its own state; with code
+            NAME_COLLISION, if a parameter is in two optimizers.
     """
     walk = _Walk()
     walk.into(optimizer)
@@ -135,14 +137,14 @@ def unwrap_optimizers(optimizer: Any) -> Optimizers:
 
 
 def inner_optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
-    """Return the torch optimizers inside an object, without checking that wrappers have no state of their own."""
+    """Return the torch optimizers inside an object, without checking whether wrappers have their own state."""
     walk = _Walk()
     walk.into(optimizer)
     return tuple(walk.members)
 
 
 class _Walk:
-    """Collects the torch optimizers in nested objects."""
+    """Collects the torch optimizers inside nested objects."""
 
     def __init__(self) -> None:
         self.members: list[Optimizer] = []
@@ -151,7 +153,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def into(self, candidate: Any) -> None:
-        """Add the torch optimizers inside one object."""
+        """Add the torch optimizers inside one object to the collection."""
         if not _is_optimizer(candidate):
             elements = candidate.values() if isinstance(candidate, Mapping) else candidate
             if isinstance(elements, Iterable) and not isinstance(elements, str | torch.Tensor | nn.Module):
@@ -203,9 +205,7 @@ class _Walk:
             self._check(wrapper, members, _GIVE)
 
     def _check(self, candidate: Any, members: Sequence[Optimizer], hint: str) -> None:
-        """Refuse an object that has values besides the state of `members`: the object itself, or the optimizers inside
-        it.
-        """
+        """Refuse an object if it, or an optimizer inside it, has values besides the state of `members`."""
         other_state = [*_stray(candidate, members), *_elsewhere(candidate), *_extra_entries(candidate, members)]
         if other_state:
             self._refuse(candidate, f"it keeps more than its parameters' state: {'; '.join(other_state)}", hint)
@@ -217,12 +217,12 @@ class _Walk:
 
 
 def _is_of(candidate: Any, kind: tuple[str, str]) -> bool:
-    """Compare an object's classes by module and name, so that no library is imported here."""
+    """Return whether one of an object's classes has a given module and name; this needs no import of the library."""
     return any((each.__module__, each.__name__) == kind for each in type(candidate).__mro__)
 
 
 def _is_optimizer(candidate: Any) -> bool:
-    """Tell whether an object acts as an optimizer, whatever its class."""
+    """Return whether an object can be used as an optimizer, whatever its class."""
     if isinstance(candidate, Optimizer):
         return True
     if isinstance(candidate, type | nn.Module | Mapping | list | tuple):
@@ -242,7 +242,7 @@ def _names(slots: str | Iterable[str]) -> Iterable[str]:
 
 
 def _inside(owner: Any) -> Iterator[Any]:
-    """Yield the optimizers in an object's attributes, each optimizer once."""
+    """Yield the optimizers in an object's attributes; each optimizer is yielded once."""
     visited: set[int] = set()
     for value in _attributes(owner).values():
         if isinstance(value, Mapping):
@@ -260,8 +260,8 @@ def _inside(owner: Any) -> Iterator[Any]:
 
 
 def _acts(candidate: Any) -> bool:
-    """Tell whether an object inside a wrapper acts as an optimizer: it has `step` and parameter groups, unlike an LR
-    scheduler.
+    """Return whether an object inside a wrapper acts as an optimizer: unlike a learning rate scheduler, it has `step`
+    and parameter groups.
     """
     if isinstance(candidate, type | nn.Module | torch.Tensor) or not callable(getattr(type(candidate), _STEP, None)):
         return False
@@ -276,14 +276,14 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _pairs(wrapper: Any, inner: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield, for each parameter of a wrapper, the wrapper's group and the inner optimizer's group."""
+    """Yield, for each parameter of a wrapper, the group of the wrapper and the group of the inner optimizer."""
     of = {id(p): group for each in inner for group in getattr(each, GROUPS, ()) for p in group[PARAMS]}
     for group in getattr(wrapper, GROUPS, ()):
         yield from ((group, of.get(id(parameter))) for parameter in group[PARAMS])
 
 
 def _stray(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
-    """Yield descriptions of state that belongs to no parameter, or to a parameter that no inner optimizer has."""
+    """Yield descriptions of state that belongs to no parameter, or to a parameter that is in no inner optimizer."""
     member_of = {id(parameter): each for each in members for parameter in _parameters(each)}
     states = _attributes(owner).get(_STATE)
     for key, state in states.items() if isinstance(states, Mapping) else ():
@@ -298,7 +298,7 @@ def _stray(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
 
 
 def _elsewhere(owner: Any) -> Iterator[str]:
-    """Yield descriptions of attributes whose tensors look like state of parameters."""
+    """Yield descriptions of attributes whose tensors look like optimizer state."""
     parameters = _parameters(owner)
     identities = {id(parameter) for parameter in parameters}
     shapes = {tuple(parameter.shape) for parameter in parameters} | {()}
@@ -313,7 +313,7 @@ def _elsewhere(owner: Any) -> Iterator[str]:
 
 
 def _like(value: Any, identities: set[int], shapes: set[tuple[int, ...]], depth: int) -> bool:
-    """Tell whether an attribute's value contains tensors that may be optimizer state."""
+    """Return whether the value of an attribute contains tensors that may be optimizer state."""
     if isinstance(value, torch.Tensor):
         return id(value) not in identities and tuple(value.shape) in shapes
     if depth == 0 or isinstance(value, Optimizer):
@@ -328,7 +328,7 @@ def _like(value: Any, identities: set[int], shapes: set[tuple[int, ...]], depth:
 
 
 def _extra_entries(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
-    """Yield descriptions of `state_dict()` entries besides states and groups; torch's own optimizers have no further
+    """Yield descriptions of entries in `state_dict()` besides states and groups; torch's own optimizers have no such
     entries.
     """
     kind = type(owner)
@@ -358,7 +358,7 @@ def _extra_entries(owner: Any, members: Sequence[Optimizer]) -> Iterator[str]:
 
 
 def _tensors(value: Any) -> int:
-    """Count the tensors in nested data."""
+    """Count the tensors in nested lists and dicts."""
     if isinstance(value, torch.Tensor):
         return 1
     if isinstance(value, Mapping):

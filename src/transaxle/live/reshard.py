@@ -1,10 +1,10 @@
-"""Resharding: copy values between two sharded models, and describe the sharding of one.
+"""Resharding: copies values between two sharded models, and describes how one model is sharded.
 
-**Resharding** copies tensors on one mesh into tensors on another mesh and in another dialect, over the process group,
-without a disk. The ranks first match source and target tensors by name and gather every problem; a copy begins only if
-there is no problem.
+**Resharding** copies tensors on one mesh into tensors on a different mesh and in a different dialect. The bytes are
+sent over the process group, without a disk. The ranks first match source and target tensors by name, and collect every
+problem. The copy begins only if there is no problem.
 
-**Sharding**: the ranks of a live model tell each other which shards they have, and read no values.
+**Sharding**: the ranks of a live model exchange descriptions of the shards that they hold; no values are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _CAST = "Resharding never changes dtypes. Give both sides the same, for example {name: tensor.to(torch.bfloat16)}."
 _SHOWN = 3
-"""Maximum number of source names, and of target names, that an error lists."""
+"""Largest number of source names, and of target names, that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Match:
     """The tensors that all ranks have agreed to copy."""
 
     stored: Mapping[str, StoredTensor]
-    """The source's tensors, by the target's tensor names."""
+    """Target tensor name -> source tensor."""
     missing: tuple[str, ...]
-    """Names that only the target has."""
+    """Names of tensors that only the target has."""
     unexpected: tuple[str, ...]
-    """Names that only the source has."""
+    """Names of tensors that only the source has."""
 
 
 def match_sides(
@@ -67,19 +67,21 @@ def match_sides(
     hint: str = _CAST,
     once: bool = True,
 ) -> Match:
-    """Match source and target tensors by name, and gather every problem; collective.
+    """Match source and target tensors by name, and collect every problem; all ranks must call this function.
 
     Args:
         sides: source and target of the copy.
         own_target: this rank's tensors of the target.
-        tensors: returns the source's tensors by the target's names.
-        strict: refuse tensor names that only the source or only the target has.
-        find_others: returns further refusals, which are raised together with the mismatches found here.
-        hint: hint in a refusal of tensors whose dtypes differ.
-        once: the tensors are copied only once, so tensors with equal present values count as tied.
+        tensors: function that returns target tensor name -> source tensor.
+        strict: whether to refuse tensor names that only the source or only the target has.
+        find_others: function that returns additional refusals, which are raised together with the mismatches found by
+            this function.
+        hint: hint for the refusal of tensors whose dtypes differ.
+        once: whether the tensors are copied only once, so that two tensors with equal present values may be treated as
+            tied.
 
     Raises:
-        TransaxleError: on every rank, with every problem of every rank.
+        TransaxleError: raised on every rank, with every problem of every rank.
     """
     world = sides.world
     with world.together():
@@ -111,23 +113,23 @@ def match_sides(
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """The result of `reshard` on this rank."""
+    """The result of `reshard` on one rank."""
 
     tensors: int
-    """Number of target tensors of which this rank has any part."""
+    """Number of target tensors of which this rank holds at least a shard."""
     bytes_written: int
-    """Bytes written into this rank's target tensors."""
+    """Number of bytes written into this rank's target tensors."""
     bytes_received: int
-    """Bytes received from other ranks."""
+    """Number of bytes that other ranks sent to this rank."""
     seconds: float
-    """Wall time in seconds."""
+    """Wall time of the copy in seconds."""
     missing: tuple[str, ...] = ()
-    """Names of tensors that only the target has (`strict=False`); the values of these tensors are unchanged."""
+    """Names of tensors that only the target has (if `strict` was False); the values of these tensors are unchanged."""
     unexpected: tuple[str, ...] = ()
-    """Names of tensors that only the source has (`strict=False`), as the target's dialect spells them."""
+    """Names of tensors that only the source has (if `strict` was False), as the target's dialect spells them."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as dicts, lists, strings and numbers, ready for `json.dumps`."""
+        """Return the report as dicts, lists, strings and numbers, which `json.dumps` accepts."""
         return asdict(self)
 
 
@@ -144,28 +146,30 @@ def reshard(
     axes: Axes | None = None,
     rules: PathLike | None = None,
 ) -> ReshardReport:
-    """Copy one model's live tensors into another's, which may have any placement and dialect of the family; collective
-    over the group.
+    """Copy the live tensors of one model into those of another, which may have any placement and dialect of the family;
+    all ranks of the group must call this function.
 
     Args:
-        src_state: model or state dict to read, such as a trainer's; a rank without any of its tensors passes `{}`.
-        dst_state: model or state dict to write, such as an inference engine's; a rank without any of its tensors passes
+        src_state: the model or state dict to read, such as a trainer's; a rank that holds none of its tensors passes
             `{}`.
-        group: all ranks that have source or target tensors, as a process group or a mesh of one dim; None: all ranks.
-        config: the model's config, a path, a mapping or an object with `to_dict()`; None:
-            `src_state.config`, if a rank has one.
-        strict: refuse tensor names that only one of the two states has; if false, the report lists such names. A tied
-            name (an embedding and its head) may be missing from either state, once both names are proved to be one
-            tensor.
-        family: model family, such as `qwen3_moe`; None: recognised by the tensor names.
-        dialect: dialect of the target's tensor names, such as `hf`; None: recognised by the names.
-        axes: sizes of axes, which override sizes from configs and shapes: `{"g": 8}`, "g=8" or ["g=8"].
-        rules: path of a rules file with families and dialects of your own.
+        dst_state: the model or state dict to write, such as an inference engine's; a rank that holds none of its
+            tensors passes `{}`.
+        group: all ranks that hold source or target tensors, as a process group or a mesh with one dim; None means all
+            ranks.
+        config: the model's config, as a path, a mapping or an object with `to_dict()`; None means `src_state.config`,
+            if a rank has it.
+        strict: whether to refuse tensor names that only one of the two states has; if False, the report lists such
+            names. A tied name (an embedding and its head) may be missing from either state, if both names are proved to
+            be the same tensor.
+        family: model family, such as `qwen3_moe`; None means that it is recognised from the tensor names.
+        dialect: dialect of the target's tensor names, such as `hf`; None means that it is recognised from the names.
+        axes: axis sizes, which override sizes from configs and shapes: `{"g": 8}`, "g=8" or ["g=8"].
+        rules: path of a rules file with your own families and dialects.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, before anything is written; also if the two sides have no name in common. Only
-            unequal values for target tensors that share part of their memory are refused later, during the copy.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank, before anything is written; also if the two states have no name in common.
+            Only one error is raised during the copy: if target tensors that share memory would get unequal values.
     """
     begin = time.monotonic()
     world = World(group)
@@ -207,13 +211,15 @@ def reshard(
 
 
 def _view_source(memory: Container, target: Census, options: Settings, dialect: str | None) -> View:
-    """Return a view of the source tensors, which are in the memory of all ranks, in the target's dialect."""
+    """Return a translation into the target's dialect of the source tensors, which are in the memory of all ranks."""
     shapes = {name: tensor.shape for name, tensor in target.items()}
     return view(Checkpoint(memory, replace(options, partial=True), None, None), shapes, options.family, dialect)
 
 
 def _items(target: Census, stored: Mapping[str, StoredTensor], replicas: Replicas) -> tuple[list[Item], list[str]]:
-    """Return an item for each shard of a target tensor, and a list with the tensor name of each item key."""
+    """Return an item for each shard of a target tensor, and a list in which the key of an item is the index of its
+    tensor name.
+    """
     items, names = list[Item](), list[str]()
     for name, tensor in target.items():
         if name not in stored:
@@ -226,21 +232,24 @@ def _items(target: Census, stored: Mapping[str, StoredTensor], replicas: Replica
 
 
 def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
-    """Describe which rank has which part of a live model; collective: every rank calls it and gets the same result.
+    """Describe which rank holds which shard of each tensor of a live model. Every rank must call this function, and
+    gets the same result.
 
-    Only names, dtypes, shapes and placements are exchanged. `tx.report(result, "sharding.html")` draws it, on one rank.
+    Only names, dtypes, shapes and placements of tensors are exchanged. `tx.report(result, "sharding.html")`, called on
+    one rank, draws the result.
 
     Args:
-        state: a module, or a state dict of tensors and DTensors, with any placements, also on the meta device.
-        group: the ranks; None: all, or this process alone without a process group.
+        state: a module, or a state dict of tensors and DTensors, with any placements; tensors may be on the meta
+            device.
+        group: the ranks; None means all ranks, or only this process if there is no process group.
 
     Returns:
-        The parts of every tensor by rank; `rank_bytes`, `imbalance` and `spare_bytes` of the result have the totals.
+        The shards of every tensor by rank. The totals are in `rank_bytes`, `imbalance` and `spare_bytes` of the result.
 
     Raises:
-        Refused: raised on every rank. SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape or dtype;
-            UNSUPPORTED for unknown placements and for Megatron's sharded state dicts; INCOMPLETE, if a rank of a
-            tensor's mesh lacks the tensor.
+        Refused: raised on every rank. The code is SHAPE_MISMATCH or DTYPE_MISMATCH, if ranks differ in a tensor's shape
+            or dtype; UNSUPPORTED, for unknown placements and for Megatron's sharded state dicts; INCOMPLETE, if a rank
+            of a tensor's mesh lacks the tensor.
     """
     world = World(group)
     with world.together():
@@ -263,7 +272,9 @@ def sharding(state: State, *, group: Ranks | None = None) -> Sharding:
 
 
 def _coordinates(tensors: Iterable[torch.Tensor]) -> dict[str, set[int]]:
-    """Return this rank's coordinates along each named mesh dim; several if the meshes of two tensors disagree."""
+    """Return mesh dim -> this rank's coordinates along that dim; a rank has several coordinates if the meshes of two
+    tensors disagree.
+    """
     coordinates: dict[str, set[int]] = {}
     meshes = {id(mesh): mesh for tensor in tensors if (mesh := getattr(tensor, "device_mesh", None)) is not None}
     for mesh in meshes.values():
@@ -274,7 +285,7 @@ def _coordinates(tensors: Iterable[torch.Tensor]) -> dict[str, set[int]]:
 
 
 def _without_ambiguous(coordinates_by_rank: Mapping[int, Mapping[str, Collection[int]]]) -> dict[int, dict[str, int]]:
-    """Drop mesh dims along which some rank has different coordinates in two meshes."""
+    """Remove mesh dims along which a rank has different coordinates in two meshes."""
     ambiguous = {name for places in coordinates_by_rank.values() for name, each in places.items() if len(each) > 1}
     unambiguous = {
         rank: {name: place for name, (place, *_) in places.items() if name not in ambiguous}

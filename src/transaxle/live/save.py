@@ -1,16 +1,16 @@
-"""Saving live models: every rank writes its own byte ranges directly into the final files of one checkpoint.
+"""Saving live models: every rank writes its own byte ranges directly into the final files of a checkpoint.
 
-All ranks compute the same plan from the census (the list of all ranks' tensors), and write in one pass; files are not
-consolidated afterwards.
+All ranks compute the same plan from the census (the list of all ranks' tensors), and write the files once; no later
+step joins files.
 
-**In a folder**, rank 0 creates the files, and all ranks write into them. A tensor that one rank writes is hashed while
-it is written; a tensor that several ranks write is read back and hashed. Rank 0 writes headers and the manifest, and
-commits.
+**In a folder**, rank 0 creates the files, and all ranks write into these files. A tensor that one rank writes is hashed
+while it is written; a tensor that several ranks write is read back and hashed. At the end, rank 0 writes headers and
+the manifest, and commits.
 
-**To a storage service**, a file can only be sent from beginning to end. So each file is sent by one rank, which
-receives other ranks' parts of the file. No file becomes visible before all files are sent. Then the files of ranks 1,
-2, … become visible, and finally those of rank 0, which include the index and the manifest. If a rank fails, every rank
-deletes its files again, unless the manifest is already visible.
+**On a storage service**, a file can be sent only from its beginning to its end. So each file is sent by one rank, which
+receives the parts of the file that other ranks hold. No file becomes visible before all files were sent. Then the files
+of the ranks 1, 2, … become visible, and at the end those of rank 0, which include the index and the manifest. If a rank
+fails, every rank deletes the files that it sent, unless the manifest is already visible.
 """
 
 from __future__ import annotations
@@ -80,29 +80,28 @@ if TYPE_CHECKING:
 
 
 _FOLDED = 16 << 20
-"""A tensor of at most this many bytes may be written by one rank, even if that rank then writes more than other
-ranks."""
+"""A tensor of at most this many bytes may be written by one rank, even if this rank then writes more than the others."""
 _Hashes = dict[str, str]
 
 
 def write(
     prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: Overwrite, sync: bool
 ) -> tuple[int, int]:
-    """Write the planned files from all ranks' memory, and commit either all files or nothing; collective.
+    """Write the planned files from all ranks' memory, and commit all files or none; all ranks must call this.
 
     Args:
-        prepared: the plan, the same on all ranks.
-        dst: the target, a folder or URL.
+        prepared: the plan, which is equal on all ranks.
+        dst: path of the target folder, or URL.
         world: all ranks that take part.
         clock: records the time of each stage.
-        overwrite: replace the checkpoint at `dst`; `everything`: delete unrelated files in its folder too.
-        sync: make all files durable before the commit.
+        overwrite: whether to replace the checkpoint at `dst`; `everything` deletes unrelated files beside it too.
+        sync: whether to make all files durable before the commit.
 
     Returns:
-        number of bytes that this rank received from other ranks, and number of bytes that it wrote.
+        the number of bytes that this rank received from other ranks, and the number of bytes that it wrote.
 
     Raises:
-        TransaxleError: on every rank; the target is then unchanged.
+        TransaxleError: raised on every rank; the target is unchanged after an error.
     """
     plan, share = prepared.plan, _RankShare(prepared, world, clock)
     if plan.checks:
@@ -137,10 +136,10 @@ def write(
 
 
 class _RankShare:
-    """One rank's share of a save.
+    """The share of one rank in the work of a save.
 
     Args:
-        prepared: the plan, the same on all ranks.
+        prepared: the plan, which is equal on all ranks.
         world: all ranks that take part.
         clock: records the time of each stage.
     """
@@ -150,21 +149,21 @@ class _RankShare:
         self._world = world
         self._clock = clock
         self.received = 0
-        """Bytes that this rank received from other ranks."""
+        """Number of bytes that this rank received from other ranks."""
         self.written = 0
-        """Bytes of tensors that this rank wrote into files, or sent to a storage service."""
+        """Number of bytes of tensors that this rank wrote into files, or sent to a storage service."""
 
     def _move(self, target_ranks: Sequence[tuple[int, ...]], files: Writable | None, *, ordered: bool) -> _Hashes:
-        """Move the tensors of the plan from all ranks' memory into the files; collective.
+        """Move the tensors of the plan from all ranks' memory into the files; all ranks must call this method.
 
         Args:
-            target_ranks: for each tensor, the rank that writes it; an empty tuple: each rank writes its own part of the
-                tensor.
-            files: where this rank writes its bytes; None: only hash the bytes.
-            ordered: write the bytes of each file in order, on all ranks; one rank then writes all tensors of a file.
+            target_ranks: for each tensor, the rank that writes it; an empty tuple means that each rank writes its own
+                shard.
+            files: the files into which this rank writes; None means that the bytes are only hashed.
+            ordered: whether the bytes of each file are written in order; if so, one rank writes all tensors of a file.
 
         Returns:
-            Hashes of the tensors that this rank alone has written.
+            The hashes of the tensors that this rank alone has written.
         """
         exchange = RankExchange(self._world)
         self.written = 0
@@ -181,7 +180,7 @@ class _RankShare:
         return {name: each.hash for name, each in results.items()}
 
     def seal(self, stage: Stage, hashes: _Hashes, foretold: _Hashes | None = None) -> None:
-        """Write headers, hashes and the manifest; called on rank 0 only."""
+        """Write headers, hashes and the manifest; only rank 0 calls this method."""
         seal(
             self._prepared,
             stage,
@@ -192,17 +191,17 @@ class _RankShare:
         )
 
     def write(self, folder: str, run: str, *, sync: bool) -> _Hashes:
-        """Write every run of bytes from its owner into the files, and return the hashes of all tensors; collective.
+        """Write each run of bytes from its owner into the files; return all tensors' hashes (call on all ranks).
 
         Args:
-            folder: hidden staging folder with the new files.
-            run: mark by which this save recognises its own staging folder.
-            sync: make all files durable on disk.
+            folder: the hidden staging folder with the new files.
+            run: ID by which a rank recognises the staging folder of this save.
+            sync: whether to make all files durable on disk.
         """
         world, clock, tensors = self._world, self._clock, self._prepared.plan.tensors
         target_ranks = owners(tensors, world)
         scattered = [tensor for tensor, ranks in zip(tensors, target_ranks, strict=True) if not ranks]
-        # on a different machine the folder may be missing, or an unrelated folder may have the same path
+        # on another machine the folder may be missing, or an unrelated folder may have the same path
         with clock.stage("prepare"), world.together():
             writer = Writer(folder, sync=sync, run=run)
 
@@ -219,7 +218,7 @@ class _RankShare:
         return hashes
 
     def send(self, dst: str, lead: Upload | None, ranks: tuple[int, ...], *, overwrite: Overwrite) -> None:
-        """Send the planned files to a storage service, where either all files become visible or none; collective.
+        """Send the planned files to a storage service, and make all or none visible; all ranks must call this method.
 
         Args:
             dst: URL of the target.
@@ -237,7 +236,7 @@ class _RankShare:
             def begin() -> None:
                 nonlocal stage
                 if stage is None and own_files:
-                    # Rank 0 has already checked the target.
+                    # Rank 0 has already checked the target path.
                     stage = stack.enter_context(Upload(dst, overwrite=EVERYTHING if overwrite else False))
                 if stage is not None:
                     carried = plan.carried if lead is not None and lead.single is None else ()
@@ -261,7 +260,7 @@ class _RankShare:
                     lead.make_way()
 
             with clock.stage("prepare"):
-                # An upload cannot seek back to write digests before their data, so all bytes are moved twice.
+                # An upload cannot go back to write digests before their data, so all bytes are moved twice.
                 foretold = (
                     _merge_hashes(world.pool(lambda: self._move(target_ranks, None, ordered=True)))
                     if draft.has_leading_digests
@@ -289,12 +288,11 @@ def _merge_hashes(of_ranks: Iterable[Mapping[str, str]]) -> _Hashes:
 
 
 def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
-    """Choose for each tensor the rank that gathers and writes it, so that all ranks write about the same number of
-    bytes.
+    """Choose for each tensor the rank that collects and writes it, so that all ranks write about equally many bytes.
 
     Returns:
-        For each tensor a tuple with its rank; the tuple is empty if several ranks have long runs of the tensor, and
-        each rank writes its own.
+        For each tensor, a tuple with this rank. The tuple is empty if several ranks hold long runs of the tensor; then
+        each rank writes its own runs.
     """
     load = Load.of(world.ranks)
     writers: dict[int, tuple[int, ...]] = {}
@@ -313,7 +311,7 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
     for number in from_several:
         size, rank = tensors[number].nbytes, load.least()
         if size > _FOLDED and load[rank] + size > fair + _FOLDED:
-            writers[number] = ()  # one rank would still be writing this tensor while all others wait
+            writers[number] = ()  # otherwise one rank would still be writing this tensor while all others wait
             for writer in world.ranks:
                 load.add(writer, size // world.size)
         else:
@@ -324,7 +322,8 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
 def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
     """Assign each file to a rank that sends it, so that all ranks send about the same number of bytes.
 
-    Files that share a tensor go to one rank. The index, the manifest and files without tensors go to the first rank.
+    Files that have parts of the same tensor are assigned to the same rank. The index, the manifest and files without
+    tensors are assigned to the first rank.
     """
     files, together = prepared.draft.files, DisjointSets[str]()
     for tensor in prepared.plan.tensors:
@@ -342,7 +341,7 @@ def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
 
 
 def _hash_share(tensors: Sequence[PlannedTensor], folder: str, world: World) -> _Hashes:
-    """Hash this rank's share of the tensors, read back from the files."""
+    """Hash this rank's share of the tensors, after reading them back from the files."""
     load, hashes = Load.of(world.ranks), _Hashes()
     storage = LocalStorage(folder)
     for tensor in tensors:
@@ -353,10 +352,10 @@ def _hash_share(tensors: Sequence[PlannedTensor], folder: str, world: World) -> 
 
 
 def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:
-    """Compare the pairs of tensors that the plan stores as one tensor; for each pair, one rank receives both tensors.
+    """Compare the pairs of tensors that the plan stores as one tensor; one rank compares each pair.
 
     Raises:
-        Refused: UNEQUAL_COPIES or UNEXPECTED_TENSOR, on the rank that compared a pair with different values.
+        Refused: with code UNEQUAL_COPIES or UNEXPECTED_TENSOR, on the rank that compared a pair with different values.
     """
     items = []
     for number, check in enumerate(checks):
@@ -375,61 +374,61 @@ def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) 
 
 
 SAVING = ("family", "dialect", "config", "axes", "rules", "shard_size", "sync", "check_copies", "verify")
-"""Names of options of `save` that the integrations with trainers have too."""
+"""Names of those options of `save` that the integrations with trainers accept too."""
 _UNFINISHED: dict[tuple[int, str], Callable[[], object]] = {}
 """(process id, target) -> function that waits for the last background save there; unused after a fork."""
 
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """The validated arguments of `save`, without the state to save."""
+    """The validated arguments of `save`, except for the state to save."""
 
     dst: str
-    """Target folder or URL, as the user gave it."""
+    """Target folder or URL, as the user typed it."""
     to: str
-    """Format and dialect of the target, `FORMAT[:DIALECT]`."""
+    """File format and dialect of the target, written as `FORMAT[:DIALECT]`."""
     family: str | None
-    """Model family; None: recognised from the names."""
+    """Model family; None means that it is recognised from the tensor names."""
     dialect: str | None
-    """Dialect of the model's names; None: recognised from the names."""
+    """Dialect of the model's tensor names; None means that it is recognised from the names."""
     config: Mapping[str, Any] | None
-    """The config that the user gave; None: the model's own config."""
+    """The config that the user gave; None means the model's own config."""
     optimizer: bool
     """Whether optimizer state is saved too."""
     shard_size: int
-    """Maximum bytes of tensors per file."""
+    """Largest number of bytes of tensors per file."""
     overwrite: Overwrite
-    """Whether an existing target is replaced."""
+    """Whether an existing target may be replaced."""
     sync: bool
     """Whether all files are made durable before the commit."""
     check_copies: bool
     """Whether copies of a tensor on several ranks are compared with each other."""
     verify: bool
-    """Whether the saved checkpoint is read back and compared with the written bytes."""
+    """Whether the saved checkpoint is read back and compared with the bytes that were written."""
     axes: Mapping[str, int]
-    """Axis name -> size, as the user gave it."""
+    """Axis -> size, for axis sizes that the user gave."""
     rules: str | None
     """Path of a file with the user's own families and dialects."""
 
 
 @dataclass(frozen=True)
 class CollectedState:
-    """The state to save, collected from all ranks."""
+    """The state to save, as collected from all ranks."""
 
     local_tensors: Mapping[str, torch.Tensor]
-    """Part name (`local_parts`) -> this rank's local part of a tensor."""
+    """Name of a shard (see `local_parts`) -> this rank's local tensor."""
     global_tensors: Census
-    """All ranks' tensors, and which rank has which part."""
+    """The tensors of all ranks, with the shard that each rank holds."""
     config: Mapping[str, Any] | None
-    """The model's config, equal on all ranks."""
+    """The model's config, which is equal on all ranks."""
     groups: Sequence[ParamGroup]
-    """Parameter groups of the optimizers, which list parameters by name."""
+    """Parameter groups of the optimizers, which list the names of their parameters."""
     files: Mapping[str, bytes]
-    """Name -> contents, for further files of the checkpoint."""
+    """File name -> content, for additional files of the checkpoint."""
     left_out: tuple[str, ...]
     """Names of entries of the state that are not saved."""
     untrained: tuple[str, ...]
-    """Names of this rank's parameters that require gradients but are in no optimizer."""
+    """Names of this rank's parameters that require gradients but belong to no optimizer."""
 
 
 @suggests
@@ -452,36 +451,36 @@ def save(
     check_copies: bool = True,
     verify: bool = False,
 ) -> SaveReport:
-    """Save a model or state dict; collective over the group.
+    """Save a model or state dict; all ranks of the group must call this function.
 
     Args:
-        state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays.
-        dst: target folder or URL. It must not exist, unless `overwrite`; then the old checkpoint stays readable until
-            the new one is complete. To a storage service, each file is sent by one rank, which receives other ranks'
-            parts.
-        to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        optimizer: the model's optimizer, whose state and groups are saved too. A list or dict of optimizers, or a
-            wrapper or container of them (ZeRO, accelerate, torchtitan), is accepted too.
-        extra: further state that a training run needs to resume, by name: plain data, or objects with `state_dict` and
-            `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
-        overwrite: replace the checkpoint at `dst`. If its folder contains unrelated files, True refuses, and
-            `"everything"` deletes these too.
-        group: the ranks that save together, a process group or a mesh of one dim; None: all ranks.
-        family: the model's family, such as `qwen3_moe`; None: recognised by the tensor names.
-        dialect: dialect of the model's tensor names, such as `hf`; None: recognised by the names.
-        config: the model's config: a path, a mapping or an object with `to_dict()`; None: `model.config`, if it exists.
-        axes: axis -> size, such as `{"g": 8}`, which overrides sizes from configs and shapes.
-        rules: path of a rules file with families and dialects of your own.
-        shard_size: bytes of tensors per file, 5_000_000_000 or "5GB".
-        sync: make all files durable on disk before `dst` appears.
-        check_copies: compare copies on several ranks that no mesh guarantees to be equal, and refuse copies that
-            differ.
-        verify: read the complete checkpoint back on one rank, and compare every byte with the written ones; the report
-            has the verification.
+        state: a model under any parallelism, or a state dict whose values are tensors, DTensors or numpy arrays.
+        dst: target folder or URL. It must not exist, unless `overwrite` is given; then the old checkpoint remains
+            readable until the new one is complete. If it is on a storage service, each file is sent by one rank, which
+            receives the shards of other ranks.
+        to: file format and dialect, `FORMAT[:DIALECT]`; `hf` means `safetensors:hf`.
+        optimizer: the model's optimizer, whose state and parameter groups are saved too. A list or dict of optimizers,
+            or a wrapper or container of them (ZeRO, accelerate, torchtitan), is accepted too.
+        extra: name -> additional state that a training run needs to resume: plain data, or objects with `state_dict`
+            and `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
+        overwrite: whether to replace the checkpoint at `dst`. If the folder contains unrelated files, True refuses it,
+            and `"everything"` deletes these files too.
+        group: the ranks that save together, as a process group or a mesh with one dim; None means all ranks.
+        family: the model's family, such as `qwen3_moe`; None means that it is recognised from the tensor names.
+        dialect: dialect of the model's tensor names, such as `hf`; None means that it is recognised from the names.
+        config: the model's config (a path, a mapping or an object with `to_dict()`); None means `model.config`.
+        axes: axis -> size, such as `{"g": 8}`; these sizes override sizes from configs and shapes.
+        rules: path of a rules file with your own families and dialects.
+        shard_size: largest number of bytes of tensors per file, 5_000_000_000 or "5GB".
+        sync: whether to make all files durable on disk before `dst` appears.
+        check_copies: whether to compare copies on several ranks that no mesh guarantees to be equal, and to refuse
+            copies that differ.
+        verify: whether to read the complete checkpoint back on one rank, and compare every byte with the written bytes;
+            the report contains the verification.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        TransaxleError: on every rank; the target is then unchanged, unless `verify` found the error.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank; the target is unchanged after an error, unless `verify` found the error.
     """
     world, clock = World(group), Clock()
     settings_of = partial(
@@ -510,9 +509,9 @@ def check_savable(
     check_copies: bool = True,
     verify: bool = False,
 ) -> None:
-    """Plan a save without optimizer, and write nothing; call it early, to learn whether a save would be refused.
+    """Plan a save without optimizer, and write nothing. Call it early, to learn whether a save would be refused.
 
-    Collective. The arguments are the same as for `save`.
+    All ranks of the group must call this function. The arguments are those of `save`.
 
     Raises:
         TransaxleError: raised on every rank, if `save` would raise it.
@@ -543,11 +542,11 @@ def read_settings(
     check_copies: bool,
     verify: bool,
 ) -> SaveSettings:
-    """Validate arguments of `save`, which have the same names here; `optimizer` tells whether an optimizer is given.
+    """Validate arguments of `save`; `optimizer` states whether an optimizer is given.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        TransaxleError: a config that cannot be read.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: if a config cannot be read.
     """
     check_flags(sync=sync, check_copies=check_copies, verify=verify)
     return SaveSettings(
@@ -568,11 +567,11 @@ def read_settings(
 
 
 def check_options(to: str, options: Mapping[str, Any]) -> None:
-    """Refuse wrong arguments of a save before any state exists.
+    """Refuse wrong arguments of a save before there is a state to save.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        TransaxleError: the format, family or dialect is unknown, or the config cannot be read.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: if the format, family or dialect is unknown, or the config cannot be read.
     """
     settings = read_settings("", to, optimizer=False, overwrite=False, **options)
     families = reading_settings(rules=settings.rules, axes=settings.axes).families
@@ -593,19 +592,19 @@ def collect(
     extra: Mapping[str, Any] | None,
     world: World,
 ) -> tuple[SaveSettings, CollectedState]:
-    """Collect the state of all ranks for a save; collective.
+    """Collect the state of all ranks for a save; all ranks must call this function.
 
     Args:
-        settings_of: returns this rank's settings; if it raises an error, all ranks do, so that no rank waits for this
-            one.
-        state: as for `save`.
-        optimizer: as for `save`.
-        extra: as for `save`.
+        settings_of: function that returns this rank's settings; if it raises an error, all ranks raise it, so that no
+            rank waits for this one.
+        state: the argument of `save`.
+        optimizer: the argument of `save`.
+        extra: the argument of `save`.
         world: all ranks that take part.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        TransaxleError: the state cannot be saved; raised on every rank, with every problem of every rank.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank, with every problem of every rank, if the state cannot be saved.
     """
     groups: list[ParamGroup] = []
     states: dict[str, torch.Tensor] = {}
@@ -646,11 +645,11 @@ def collect(
 
 
 def _contents(settings: SaveSettings) -> dict[str, str | None]:
-    """Return hashes of the rules file and the config, to compare the ranks' copies, whose paths may differ.
+    """Return hashes of the rules file and the config, to compare those of all ranks, whose paths may differ.
 
     Raises:
-        Refused: UNSUPPORTED, if the rules file is no regular file, or too long.
-        StorageError: IO, if the rules file cannot be read.
+        Refused: with code UNSUPPORTED, if the rules file is not a regular file, or is too long.
+        StorageError: with code IO, if the rules file cannot be read.
     """
     table = None if settings.rules is None else read_file(settings.rules, LONGEST_TABLE)
     contents = {"rules": table, "config": None if settings.config is None else comparable(settings.config)}
@@ -660,7 +659,7 @@ def _contents(settings: SaveSettings) -> dict[str, str | None]:
 
 
 def _numbers(state: State, non_tensors: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split non-tensor entries into numbers, which are saved as 0-d tensors, and entries that are no numbers."""
+    """Split entries that are not tensors into numbers, which are saved as 0-d tensors, and all other entries."""
     if isinstance(state, nn.Module):
         return {}, dict(non_tensors)
     tensors = {name: as_tensor(value) for name, value in non_tensors.items()}
@@ -669,16 +668,16 @@ def _numbers(state: State, non_tensors: Mapping[str, Any]) -> tuple[dict[str, to
 
 
 def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World, clock: Clock) -> SaveReport:
-    """Write the checkpoint with the collected state of all ranks; collective.
+    """Write the checkpoint with the collected state of all ranks; all ranks must call this function.
 
     Args:
-        settings: the validated arguments, equal on all ranks.
+        settings: the validated arguments of `save`, equal on all ranks.
         state: the collected state of all ranks.
         world: all ranks that take part.
         clock: records the time of each stage.
 
     Raises:
-        TransaxleError: on every rank; the target is then unchanged, unless reading it back found the error.
+        TransaxleError: raised on every rank. The target is unchanged, unless reading it back found the error.
     """
     with clock.stage("plan"), world.together():
         prepared = _plan_files(settings, state, world.rank)
@@ -710,7 +709,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
 
 
 def _plan_files(settings: SaveSettings, state: CollectedState, rank: int) -> Prepared:
-    """Plan the target's files, which are made from the tensors in all ranks' memory."""
+    """Plan the target's files, whose tensors come from the memory of all ranks."""
     if is_one_file(settings.dst) and state.files:
         message = "states that are not tensors need separate files, but the target is a single file"
         raise refuse("UNSUPPORTED", message, file=settings.dst, hint="Give a folder.")
@@ -729,10 +728,10 @@ def _plan_files(settings: SaveSettings, state: CollectedState, rank: int) -> Pre
 
 
 def _read_back(target: str, world: World) -> Verification:
-    """Read the saved checkpoint back on the first rank; collective.
+    """Read the saved checkpoint back on the first rank; all ranks must call this function.
 
     Raises:
-        Refused: CORRUPT, on every rank, if a byte differs from the written one.
+        Refused: raised on every rank with code CORRUPT, if a byte differs from the byte that was written.
     """
     from transaxle.engine.read_back import check_saved
     from transaxle.engine.verification import Verification
@@ -743,28 +742,28 @@ def _read_back(target: str, world: World) -> Verification:
         return check_saved(target) if world.rank == world.ranks[0] else None
 
     verification = world.pool(read)[0]
-    assert verification is not None  # only the first rank has read the checkpoint
+    assert verification is not None  # only the first rank has read the checkpoint back
     return verification
 
 
 def add_unfinished(target: str, wait: Callable[[], object]) -> None:
-    """Let later saves to a target wait for a background save that has begun.
+    """Make later saves to a target wait for a background save that has begun.
 
-    Otherwise, the background save could be committed last, and its older values would replace newer ones.
+    Otherwise the background save might be committed last, and its older values would replace newer values.
 
     Args:
-        target: folder or URL, as the user gave it.
-        wait: returns when the save has ended, successfully or not.
+        target: folder or URL, as the user typed it.
+        wait: function that returns when the save has ended, successfully or not.
     """
     _UNFINISHED[_key(target)] = wait
 
 
 def wait_for(target: str) -> None:
-    """Wait until no save of this process to a target is running."""
+    """Wait until no save of this process to a given target is running."""
     key = _key(target)
     wait = _UNFINISHED.get(key)
     if wait is not None:
-        wait()  # if Ctrl-C ends the wait, the next call waits again
+        wait()  # if Ctrl-C ends this wait, the next call waits again
         if _UNFINISHED.get(key) is wait:
             del _UNFINISHED[key]
 

@@ -1,17 +1,19 @@
-"""The background process of one rank: it writes one snapshot after another from shared memory.
+"""The background process of one rank, which writes one snapshot after another from shared memory into a checkpoint.
 
-The processes of all ranks form a process group of their own, so that their collectives do not disturb the training's
-collectives.
+The background processes of all ranks have their own process group, so that their collectives do not interfere with
+those of the training.
 
-In a spawned process, multiprocessing would run the program's main script up to `if __name__ == "__main__"`; a script
-without that line would train a second time. So the main script is hidden from multiprocessing. The process ends when
-its parent ends, for whatever reason, and ignores signals: Ctrl-C and launchers signal the whole process group, but a
-program that reacts by a clean shutdown still needs its save.
+In a spawned process, multiprocessing would run the program's main script up to `if __name__ == "__main__"`. A script
+without that line would train a second time. So the main script is hidden from multiprocessing while the process starts.
+The process ends when its parent ends, for whatever reason, and it ignores signals. Ctrl-C and launchers send signals to
+the whole process group, but a program that reacts with a clean shutdown still needs its save.
 
-**Rendezvous**: a key-value store through which the background processes find each other, and report lost processes.
+**Rendezvous**: a key-value store through which the background processes of all ranks find each other, and report lost
+processes.
 
-The first rank's training process serves the store, protected by a secret that only the ranks know. The store exists
-before any background process starts. A rank whose process waits for a lost process learns of the loss from the store.
+The first rank's training process serves this store, which is protected by a secret that only the ranks know. The store
+exists before any background process is started. If a background process waits for a lost process of another rank, its
+rank learns of the loss from the store.
 """
 
 from __future__ import annotations
@@ -50,24 +52,25 @@ _HERE = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Address of the rendezvous store, and the secret for connecting to it."""
+    """Address of the rendezvous store, with the secret that is needed to connect to the store."""
 
     host: str
     """Host name or IP address of the first rank's machine."""
     port: int
-    """TCP port."""
+    """TCP port of the store."""
     secret: bytes = field(repr=False)
-    """Secret that every client of the store must prove to know."""
+    """Secret that every client of the store must prove that it knows."""
 
     def connect(self, number: int, timeout: timedelta) -> SharedStore:
         """Connect to the store as the client with this number."""
         return SharedStore((self.host, self.port), self.secret, number, "", timeout)
 
     def join(self, number: int, size: int, timeout: timedelta) -> SharedStore:
-        """Form the background processes' own group, as rank `number` of `size`; return its store, which must outlive
-        the group.
+        """Form the background processes' own process group, as rank `number` of `size` ranks; return its store, which
+        must exist as long as the group.
         """
-        store = self.connect(size + number, timeout)  # the first `size` numbers belong to the ranks' training processes
+        # the first `size` client numbers belong to the training processes of the ranks
+        store = self.connect(size + number, timeout)
         prefixed = PrefixStore(_GROUP, store)
         dist.init_process_group("gloo", store=prefixed, timeout=timeout, rank=number, world_size=size)
         check_connections(dist.distributed_c10d._get_default_group(), store, self.secret, number, size)
@@ -75,11 +78,11 @@ class StoreAddress:
 
 
 class Rendezvous:
-    """The rendezvous store as a rank's training process uses it; creating the object is collective.
+    """The rendezvous store as the training process of a rank uses it; all ranks must create this object together.
 
     Args:
         world: all ranks that take part.
-        timeout: the longest wait for the process of a different rank.
+        timeout: the longest wait for the process of another rank.
     """
 
     def __init__(self, world: World, timeout: timedelta) -> None:
@@ -95,14 +98,14 @@ class Rendezvous:
             self._store = self.address.connect(number, timeout)
 
     def report_loss(self, message: str) -> str:
-        """Report a lost process to all ranks; return the first such report, which all ranks will raise."""
+        """Report a lost process to all ranks; return the first report of this kind, which all ranks will raise."""
         with suppress(RuntimeError):  # the store has ended together with the first rank
             return str(self._store.compare_set(_LOST, "", message).decode())
         return message
 
     @property
     def loss(self) -> str | None:
-        """Message about a lost process; None if no loss has been reported."""
+        """Message about a lost process; None if no process has been reported as lost."""
         with suppress(RuntimeError):
             if self._store.check([_LOST]):
                 return str(self._store.get(_LOST).decode())
@@ -110,21 +113,21 @@ class Rendezvous:
 
 
 Answer = SaveReport | TransaxleError
-"""Answer of the background process to an order: the save's report or its error."""
+"""Answer of the background process to an order: the report of the save, or its error."""
 READY = "ready"
 """Answer of the background process to an empty order."""
 _SCRIPT = ("__spec__", "__file__")
-"""Attributes of the module `__main__` by which multiprocessing finds the main script."""
+"""Attributes of the module `__main__` from which multiprocessing finds the main script."""
 _PROGRAM_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that are meant for the program; the background process ignores them."""
+"""Signals that are meant for the training program; the background process ignores them."""
 _SET_PDEATHSIG = 1
 _LOOK = 1.0
-"""Seconds between two checks that the parent process exists."""
+"""Seconds between two checks whether the parent process still exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where in shared memory a tensor's snapshot is, and its shape and dtype."""
+    """Position of a tensor's snapshot in shared memory, with its shape and dtype."""
 
     start: int
     """Offset of the snapshot's first byte in the shared memory."""
@@ -145,17 +148,19 @@ class TensorSlot:
 
 
 Layout = Mapping[str, TensorSlot]
-"""Tensor name -> place of its snapshot in shared memory."""
+"""Tensor name -> position of its snapshot in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotForm:
-    """Description of a snapshot's tensors, which is often equal for two saves in a row, and then sent only once."""
+    """Description of the tensors in a snapshot. It is often equal for two successive saves, and then it is sent only
+    once.
+    """
 
     global_tensors: Census
-    """All ranks' tensors, and which rank has which part."""
+    """The tensors of all ranks, with the shard that each rank holds."""
     layout: Layout
-    """Place of each of this rank's tensors in the shared memory."""
+    """Position of each of this rank's tensors in the shared memory."""
     size: int
     """Size of the shared memory in bytes."""
 
@@ -165,15 +170,15 @@ class Order:
     """A message that orders the background process to save a snapshot."""
 
     settings: SaveSettings
-    """The validated arguments of the save."""
+    """The validated arguments of `save`."""
     state: CollectedState
     """The collected state without its tensors, which are in shared memory."""
     form: SnapshotForm | None
-    """Description of the snapshot's tensors; None: the same as in the last order."""
+    """Description of the snapshot's tensors; None means the same as in the last order."""
     new_region: bool
-    """Whether a descriptor of new shared memory follows in the pipe."""
+    """Whether a file descriptor of new shared memory follows in the pipe."""
     environment: Mapping[str, str]
-    """The training process's present environment variables; storage clients find credentials there."""
+    """The present environment variables of the training process, in which storage clients find credentials."""
 
 
 def serve(
@@ -184,15 +189,15 @@ def serve(
     pipe: Connection,
     timeout: timedelta,
 ) -> None:
-    """Carry out the orders that arrive through a pipe until it closes.
+    """Execute the orders that arrive through a pipe until the pipe is closed.
 
     Args:
         parent: the training process.
         rank: the rank that this process serves.
         ranks: all ranks that save together.
-        rendezvous: address of the rendezvous store; None for a single rank.
+        rendezvous: address of the rendezvous store; None if there is only one rank.
         pipe: connection from which orders are received, and to which answers are sent.
-        timeout: the longest wait for the process of a different rank.
+        timeout: the longest wait for the process of another rank.
     """
     parent.follow()
     torch.set_num_threads(1)
@@ -236,10 +241,10 @@ class _Inbox:
         self._environment: Mapping[str, str] = {}
 
     def next(self) -> tuple[SaveSettings, CollectedState]:
-        """Wait for the next order, and return its settings and state.
+        """Wait for the next order, and return the settings and the state of the save.
 
         Raises:
-            EOFError: the training process has closed the pipe.
+            EOFError: if the training process has closed the pipe.
         """
         order: Order | None = self._pipe.recv()
         while order is None:
@@ -256,7 +261,7 @@ class _Inbox:
 
 
 def _apply_environment(environment: Mapping[str, str], former: Mapping[str, str]) -> None:
-    """Apply changed environment variables, and drop storage clients that were created with the former values."""
+    """Apply changed environment variables, and discard storage clients that were created with the former values."""
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     gone = former.keys() - environment.keys()
     os.environ.update(changed)
@@ -268,16 +273,16 @@ def _apply_environment(environment: Mapping[str, str], former: Mapping[str, str]
 
 
 class _ServedWorld(World):
-    """The world of the background processes, which have the numbers of the ranks that they serve.
+    """The `World` of the background processes, which have the same numbers as the ranks that they serve.
 
     Args:
         rank: the rank that this process serves.
-        ranks: all ranks that are served.
+        ranks: all ranks that have a background process.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         self.group = None
-        self.store: SharedStore | None = None  # the process group's store, which must live as long as the group
+        self.store: SharedStore | None = None  # the store of the process group, which must exist as long as the group
         self.live = False
         self.rank = rank
         self.ranks = ranks
@@ -286,9 +291,9 @@ class _ServedWorld(World):
 
 @contextmanager
 def without_main_script() -> Iterator[None]:
-    """Within the block, start processes that do not run the main script; each process must call `Parent.follow`.
+    """Within the block, start processes that do not run the main script; each process must then call `Parent.follow`.
 
-    Within the block the main script cannot be found, and signals are blocked.
+    Within the block multiprocessing cannot find the main script, and signals are blocked.
     """
     main = vars(sys.modules["__main__"])
     script_attributes = {name: main[name] for name in _SCRIPT if name in main}
@@ -303,11 +308,12 @@ def without_main_script() -> Iterator[None]:
 
 @contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block signals within the block; processes that start in the block inherit the mask."""
+    """Block signals within the block; processes that start within the block inherit the signal mask."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # a tracker that is first started inside the block would unblock the signals
+    # a resource tracker that is first started inside the block would unblock the signals
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PROGRAM_SIGNALS)
     try:
         yield
@@ -317,26 +323,30 @@ def _block_signals() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Parent:
-    """Describes the parent of a background process; the object is created in the parent and passed to the child."""
+    """Describes the parent of a background process; this object is created in the parent and passed to the child
+    process.
+    """
 
     pid: int = field(default_factory=os.getpid)
-    """Process id of the parent."""
+    """Process id of the parent process."""
     by_main: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
-    """Whether the parent's main thread starts the child; Linux takes the end of the starting thread for the parent's
-    end."""
+    """Whether the parent's main thread starts the child process; Linux treats the end of the starting thread as the end
+    of the parent.
+    """
 
     def follow(self) -> None:
-        """Make this process end when the parent ends, and ignore signals that are meant for the program."""
+        """Make this process end when its parent ends, and ignore signals that are meant for the training program."""
         for number in _PROGRAM_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _PROGRAM_SIGNALS)
         if self.by_main and sys.platform == "linux":
-            CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # kills this process at once, whatever it is doing
+            # the kernel then kills this process immediately, whatever it is doing
+            CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        """End this process once the parent has ended; also poll for that, because a forked process may keep the
+        """End this process when the parent has ended. The parent is also polled, because a forked process may keep the
         sentinel pipe open.
         """
         above = parent_process()
@@ -346,5 +356,5 @@ class Parent:
         os._exit(1)
 
     def _is_alive(self) -> bool:
-        """Tell whether the parent still exists, as far as the operating system shows."""
+        """Return whether the parent process still exists, as far as the operating system shows."""
         return sys.platform == "win32" or os.getppid() == self.pid

@@ -1,8 +1,9 @@
-"""Re-express a live state dict in another dialect, with placements chosen so that no rank needs another rank's bytes.
+"""Translates a live state dict into a different dialect, with placements chosen so that no rank needs bytes of another
+rank.
 
-For each tensor of the target dialect, a search finds a placement under which every rank can make its part from its own
-tensors. The search tries one placement after another, and plans the copies that would fill the tensor to see whether a
-placement works; so it needs no rules per framework.
+For each tensor of the target dialect, a search finds a placement for which every rank can make its shard from its own
+tensors. The search tries one placement after another. To test a placement, it plans the copies that would fill the
+tensor, so it needs no special code for each framework.
 """
 
 from __future__ import annotations
@@ -50,24 +51,24 @@ from transaxle.torch_tensors import (
 )
 
 ABSENT: Code = "INCOMPLETE"
-"""Code of the refusal of a tensor part whose bytes are not all on this rank."""
+"""Code of the refusal of a shard whose bytes are not all on this rank."""
 Coordinate = tuple[int, ...]
-"""Coordinate of a rank in a device mesh."""
+"""Coordinates of a rank in a device mesh."""
 Choice = TorchPlacement | int
-"""Placement of a tensor along one mesh dim; an integer means that only ranks at this coordinate have the tensor."""
+"""Placement of a tensor along one mesh dim; an integer means that only ranks with this coordinate have the tensor."""
 
 
 def is_present(choices: tuple[Choice, ...], coordinate: Coordinate) -> bool:
-    """Tell whether the rank at a coordinate has a part of a tensor."""
+    """Return whether the rank with the given coordinates has a shard of a tensor."""
     return all(not isinstance(choice, int) or choice == at for choice, at in zip(choices, coordinate, strict=True))
 
 
 class PlacementSearch:
-    """Finds placements for the tensors of a state that is viewed in the target dialect.
+    """Finds placements for the tensors of a state that is translated into the target dialect.
 
     Args:
-        view: the state in the target dialect.
-        global_tensors: all ranks' tensors, and which rank has which part, as far as this rank knows.
+        view: the state, translated into the target dialect.
+        global_tensors: the tensors of all ranks, with the shard that each rank holds, as far as this rank knows.
     """
 
     def __init__(self, view: Checkpoint, global_tensors: Census) -> None:
@@ -75,8 +76,9 @@ class PlacementSearch:
         self._global_tensors = global_tensors
         self._sources: dict[int, Source] = {}
         self._known_choices: dict[tuple[object, ...], tuple[Choice, ...]] = {}
-        """Rule, shape and placements of a tensor -> choices that worked; the same choices are tried first for other
-        layers' tensors."""
+        """Mapping rule, shape and placements of a tensor -> choices that worked; they are tried first for the same
+        tensors of other layers.
+        """
 
     def find(
         self,
@@ -85,13 +87,14 @@ class PlacementSearch:
         coordinates: Mapping[int, Coordinate],
         placements: tuple[tuple[TorchPlacement, ...], ...],
     ) -> tuple[Choice, ...] | None:
-        """Return the placement of a tensor along each mesh dim; None if every placement would need communication.
+        """Return the placement of a tensor along each mesh dim; None if every placement would require communication
+        between ranks.
 
         Args:
             name: name of the tensor.
-            mesh: the mesh of the tensor's source tensors.
-            coordinates: each rank's coordinate in the mesh.
-            placements: the placements of the tensor's source tensors.
+            mesh: the mesh of the source tensors from which the tensor is made.
+            coordinates: coordinates of each rank in the mesh.
+            placements: the placements of the source tensors from which the tensor is made.
         """
         stored = self._view[name]
         owners = [coordinates[rank_of(transfer.file)] for transfer in stored.transfers()]
@@ -114,13 +117,13 @@ class PlacementSearch:
     def intervals_by_rank(
         self, shape: Shape, mesh: DeviceMesh, choices: tuple[Choice, ...], name: str
     ) -> Mapping[int, Positions]:
-        """Return rank -> intervals for a tensor with the given placement."""
+        """Return rank -> intervals of the shard that it holds, for a tensor with the given placement."""
         ranks = tuple(mesh.mesh.flatten().tolist())
         cuts = tuple(cut_of(Replicate() if isinstance(choice, int) else choice, name) for choice in choices)
         return Placement(tuple(mesh.mesh.shape), ranks, cuts).positions(shape)
 
     def transfers(self, name: str, intervals: Positions, rank: int) -> list[Transfer] | None:
-        """Return the transfers that build a part of a tensor from one rank's memory; None if the rank lacks some
+        """Return the transfers that make a shard of a tensor from one rank's memory; None if the rank lacks some of the
         bytes.
         """
         source = self._sources.get(rank)
@@ -141,7 +144,7 @@ class PlacementSearch:
     def _works(
         self, name: str, mesh: DeviceMesh, coordinates: Mapping[int, Coordinate], choices: tuple[Choice, ...]
     ) -> bool:
-        """Tell whether every rank has, in its memory, all bytes of its part of the tensor."""
+        """Return whether every rank has all bytes of its shard of the tensor in its memory."""
         intervals_by_rank = self.intervals_by_rank(self._view[name].shape, mesh, choices, name)
         return all(
             self.transfers(name, intervals_by_rank[rank], rank) is not None
@@ -151,13 +154,13 @@ class PlacementSearch:
 
 
 def _candidates(dims: int, mesh: DeviceMesh, only: tuple[int | None, ...]) -> Iterator[tuple[Choice, ...]]:
-    """Yield possible placements of a tensor, starting with the most replicated placement.
+    """Yield the possible placements of a tensor, beginning with the placement that replicates it most.
 
     Args:
         dims: number of dims of the tensor.
         mesh: mesh of the tensor.
-        only: for each mesh dim, the only coordinate at which ranks have source tensors; None if there are several such
-            coordinates.
+        only: for each mesh dim, the single coordinate at which ranks have source tensors; None if there are several
+            such coordinates.
     """
     sizes = tuple(mesh.mesh.shape)
     factors = sorted({size for size in (*sizes, prod(sizes)) if size > 1})
@@ -178,36 +181,37 @@ def state_dict_as(
     source: str | None = None,
     config: Config | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return a model's or state dict's tensors in another dialect, without a disk or messages between ranks.
+    """Return the tensors of a model or state dict in a different dialect, without a disk and without messages between
+    ranks.
 
     Args:
-        state: a model, or a state dict whose leaves are tensors or DTensors; a rank's state dict may lack names that
+        state: a model, or a state dict whose values are tensors or DTensors; a rank's state dict may lack names that
             other ranks have.
-        dialect: the target dialect, such as `hf`.
-        family: model family; None: recognised by the tensor names.
-        source: dialect of the state's present tensor names; None: recognised by the names.
-        config: the model's config, a path, a mapping or an object with `to_dict()`; None: the config of the model, if
-            it has one.
+        dialect: label of the target dialect, such as `hf`.
+        family: model family; None means that it is recognised from the tensor names.
+        source: dialect of the state's present tensor names; None means that it is recognised from the names.
+        config: the model's config, as a path, a mapping or an object with `to_dict()`; None means the config of the
+            model, if it has one.
 
-    This function sends no messages, so it cannot notice that another rank of a tensor's mesh omits the tensor, or
-    refuses its values (such as a nonzero bias that the dialect has no name for). `save`, `load` and `reshard` do check
+    This function sends no messages. So it cannot detect that another rank of a tensor's mesh omits the tensor, or
+    refuses its values (such as a nonzero bias for which the dialect has no name). `save`, `load` and `reshard` check
     this, and refuse such a tensor.
 
-    Ranks may get different names: if a fused tensor of gate and up is sharded between the two, half of the ranks get
+    Ranks may get different names. If a fused tensor of gate and up is sharded between the two, half of the ranks get
     `gate` and the other half `up`, and no rank knows both names. To copy values back into the state, use `loadable_as`,
-    which remembers how the tensors were split.
+    which stores how the tensors were split.
 
     Returns:
-        Name -> tensor or DTensor, for tensors of which this rank has a part. A DTensor is on the mesh of its source
-        tensors, or on the submesh of the ranks that have its name, with global shape and stride. Tensors that need no
-        rearrangement share storage.
+        Name -> tensor or DTensor, for tensors of which this rank has a shard. A DTensor is on the mesh of its source
+        tensors, or on the submesh of the ranks that have its name; its shape and stride are those of the whole tensor.
+        Tensors that need no rearrangement share the storage of the source tensors.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        Refused: UNSUPPORTED or MISSING_TENSOR, if a rank would need data of another rank; any refusal of the
-            translation between dialects.
-        UsageError: UNKNOWN_FAMILY or AMBIGUOUS, if the names' dialect cannot be recognised; UNKNOWN_AXIS, if an axis
-            has no size.
+        TypeError: if an argument has the wrong type.
+        Refused: with code UNSUPPORTED or MISSING_TENSOR, if a rank would need data of another rank; also any refusal of
+            the translation between dialects.
+        UsageError: with code UNKNOWN_FAMILY or AMBIGUOUS, if the dialect of the names cannot be recognised; with code
+            UNKNOWN_AXIS, if the size of an axis is unknown.
     """
     adapter = _adapter(state, dialect, family, source, config)
     adapter.check_zero()
@@ -222,24 +226,24 @@ def loadable_as(
     source: str | None = None,
     config: Config | None = None,
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """Return tensors of another dialect to fill, and a function that copies their values back into the state.
+    """Return tensors of a different dialect to fill, and a function that copies their values back into the state.
 
         state, give_back = tx.loadable_as(model, "hf")
         dcp.load(state, checkpoint_id="in-hf")
         give_back()
 
-    The arguments are the same as for `state_dict_as`, whose result is the first of the two returned values.
+    The arguments are those of `state_dict_as`, whose result is the first of the two returned values.
 
     Raises:
-        Refused: the refusals of `state_dict_as`; INCOMPLETE, if the returned tensors do not cover all bytes of the
-            state.
+        Refused: any refusal of `state_dict_as`; with code INCOMPLETE, if the returned tensors do not cover all bytes of
+            the state.
     """
     return _to_be_filled(_adapter(state, dialect, family, source, config))
 
 
 def regroupable(state: State, stems: Sequence[Regrouping]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """Do the same as `loadable_as` for grouped parameters: return stacks as separate tensors, and separate tensors as
-    stacks.
+    """Do what `loadable_as` does, but for grouped parameters: return stacks as separate tensors, and separate tensors
+    as stacks.
     """
     return _to_be_filled(
         _make_adapter(state, None, Settings(partial=True), lambda state_view: change_form(state_view, stems))
@@ -264,10 +268,11 @@ def _adapter(state: State, dialect: str, family: str | None, source: str | None,
 
 
 def _translate(state_view: Checkpoint, dialect: str) -> Checkpoint:
-    """Return a state in another dialect; if the state lacks tensors, the refusal's hint names `loadable_as`.
+    """Return a state translated into a different dialect; if the state lacks tensors, the hint of the refusal names
+    `loadable_as`.
 
     Raises:
-        TransaxleError: the dialect cannot express the state.
+        TransaxleError: if the dialect cannot express the state.
     """
     try:
         return state_view.as_dialect(dialect)
@@ -296,10 +301,10 @@ class _Adapter:
     """Makes the tensors of the target dialect from this rank's tensors.
 
     Args:
-        view: the state in the target dialect.
-        search: finds the placements of the target dialect's tensors.
+        view: the state, translated into the target dialect.
+        search: object that finds the placements of the target dialect's tensors.
         state_leaves: this rank's tensors of the state.
-        rank: this rank.
+        rank: number of this rank.
     """
 
     def __init__(self, view: Checkpoint, search: PlacementSearch, state_leaves: Leaves, rank: int) -> None:
@@ -308,35 +313,36 @@ class _Adapter:
         self._leaves = state_leaves
         self._rank = rank
         self._transfers: dict[str, list[Transfer]] = {}
-        """Tensor name -> transfers that made this rank's part of the tensor."""
+        """Tensor name -> transfers with which this rank's shard of the tensor was made."""
         self._followers: dict[str, str] = {}
-        """Name of a 0-d tensor (a step) that the target dialect drops -> name of the 0-d tensor that represents it
-        there."""
+        """Name of a 0-d tensor (a step) that the target dialect omits -> name of the 0-d tensor that represents it in
+        the target dialect.
+        """
         self._shared: frozenset[str] = frozenset()
         """Names of the state's tensors from which several tensors of the target dialect are made."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of the target dialect of which this rank has a part.
+        """Return all tensors of the target dialect of which this rank has a shard.
 
         Raises:
-            Refused: UNSUPPORTED or INCOMPLETE, if no placement works, or this rank lacks bytes.
+            Refused: with code UNSUPPORTED or INCOMPLETE, if no placement works, or this rank lacks bytes.
         """
         tensors = {name: self._make(name) for name in self._view}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def check_zero(self) -> None:
-        """Refuse nonzero values of this rank's tensors for which the target dialect has no name.
+        """Refuse nonzero values in those of this rank's tensors for which the target dialect has no name.
 
         Raises:
-            Refused: UNEXPECTED_TENSOR, if such a value is nonzero.
+            Refused: with code UNEXPECTED_TENSOR, if such a value is nonzero.
         """
         check_zero(self._view.checks, self._leaves.tensors)
 
     def check_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse tensors of the state if some of their bytes are in none of the new tensors.
+        """Refuse tensors of the state if none of the new tensors contains some of their bytes.
 
         Raises:
-            Refused: INCOMPLETE, if there are such bytes.
+            Refused: with code INCOMPLETE, if there are such bytes.
         """
         used = dict.fromkeys(self._leaves.tensors, 0)
         for name in tensors:
@@ -355,10 +361,10 @@ class _Adapter:
         self._shared = frozenset(name for name, size in used.items() if size > sizes[name])
 
     def check_taken(self) -> None:
-        """Refuse derived entries of a model that its own `load_state_dict` cannot load.
+        """Refuse derived entries of a model (copies in its state dict) that its own `load_state_dict` cannot load.
 
         Raises:
-            Refused: UNSUPPORTED or MISSING_TENSOR, if a module cannot load such an entry.
+            Refused: with code UNSUPPORTED or MISSING_TENSOR, if a module cannot load such an entry.
         """
         refusals = self._leaves.refusals
         problems, omitted = find_unloadable(() if refusals else self._leaves.custom_modules)
@@ -366,8 +372,8 @@ class _Adapter:
             raise gathered([*refusals, *problems, *refuse_omitted(omitted)])
 
     def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors, with a clone of each tensor that shares bytes with another, because the two may get
-        different values.
+        """Return the tensors; a tensor that shares bytes with another one is cloned, because the two may get different
+        values.
         """
         return {name: tensor.clone() if self._is_shared(name) else tensor for name, tensor in tensors.items()}
 
@@ -375,8 +381,8 @@ class _Adapter:
         """Copy values of the new tensors back into the tensors of the state.
 
         Raises:
-            Refused: UNEQUAL_COPIES, if several different values would become one value; UNEXPECTED_TENSOR, if a tensor
-                that the state lacks has nonzero values.
+            Refused: with code UNEQUAL_COPIES, if several different values would become one value; with code
+                UNEXPECTED_TENSOR, if a tensor that the state lacks has nonzero values.
         """
         own_tensors = self._leaves.tensors
         message = "it is not all zero, and the state has no such tensor"
@@ -407,19 +413,19 @@ class _Adapter:
         return any(tensor_of(transfer.file) in self._shared for transfer in self._transfers[name])
 
     def _copy_back(self, name: str, tensor: torch.Tensor, sources: Mapping[str, torch.Tensor]) -> None:
-        """Copy a new tensor's values back into the source tensors, which are passed as flat views."""
+        """Copy the values of a new tensor back into the source tensors, which are given as flat views."""
         values = flat(tensor)
         for transfer in self._transfers[name]:
             copy_box_back(as_box_copy(transfer, values.element_size()), sources[tensor_of(transfer.file)], values)
 
     def _check_alike(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse new tensors with different values for one value of the state, such as a shared step.
+        """Refuse new tensors with different values for the same value of the state, such as a shared step.
 
-        All values are written into copies of the sources; a value that reads back differently was overwritten by a
-        second value.
+        To test this, all values are written into copies of the source tensors. A value that reads back differently was
+        overwritten by a second value.
 
         Raises:
-            Refused: UNEQUAL_COPIES, if two values for one value of the state differ.
+            Refused: with code UNEQUAL_COPIES, if two values for the same value of the state differ.
         """
         shared = [name for name in tensors if self._is_shared(name)]
         needed = {tensor_of(transfer.file) for name in shared for transfer in self._transfers[name]}
@@ -441,18 +447,18 @@ class _Adapter:
             raise gathered(problems)
 
     def _numbers(self) -> dict[str, str]:
-        """Map names of 0-d tensors (steps) that share one entry in the target dialect to the one that represents them
-        there.
+        """Return name of a 0-d tensor (a step) -> name of the 0-d tensor that represents it in the target dialect,
+        where several share one entry.
         """
         checks = [check for check in self._view.checks if not check.zero]
         pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]
         return {second: first for first, second in pairs if self._leaves.tensors[second].numel() == 1}
 
     def _make(self, name: str) -> torch.Tensor | None:
-        """Make one tensor of the target dialect; return None if this rank has no part of it.
+        """Make one tensor of the target dialect; return None if this rank has no shard of it.
 
         Raises:
-            Refused: UNSUPPORTED or INCOMPLETE, if no placement works, or this rank lacks bytes.
+            Refused: with code UNSUPPORTED or INCOMPLETE, if no placement works, or this rank lacks bytes.
         """
         stored = self._view[name]
         origins = sorted(stored.origins)
@@ -481,10 +487,11 @@ class _Adapter:
         return _to_dtensor(self._local(name, intervals), mesh, choices, stored.shape, name)
 
     def _local(self, name: str, intervals: Positions) -> torch.Tensor:
-        """Make this rank's part of a tensor; a part that is one run of one source tensor shares that tensor's storage.
+        """Make this rank's shard of a tensor; a shard that is one run of one source tensor shares the storage of that
+        tensor.
 
         Raises:
-            Refused: INCOMPLETE, if this rank has only some of the source tensors, such as its share of the experts.
+            Refused: with code INCOMPLETE, if this rank has only some of the source tensors, such as its own experts.
         """
         stored = self._view[name]
         transfers = self._search.transfers(name, intervals, self._rank)
@@ -508,7 +515,7 @@ class _Adapter:
 def _to_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, choices: tuple[Choice, ...], shape: tuple[int, ...], name: str
 ) -> torch.Tensor:
-    """Wrap a local part as a DTensor, on the submesh that has the tensor."""
+    """Wrap a local shard as a DTensor, on the submesh of the ranks that have the tensor."""
     placements = [choice for choice in choices if not isinstance(choice, int)]
     if not placements:
         return local

@@ -1,8 +1,8 @@
-"""Tied tensors: one tensor under several names, such as an embedding whose weight the output head shares.
+"""Tied tensors: one tensor with several names, such as an embedding whose weight is also the weight of the output head.
 
-The source of a copy may tie two tensors that the target does not tie, or the reverse; tied tensors show one name or
-both. A tensor is left out of a copy only if every rank proves it equal to a copied tensor; tensor names and configs are
-no proof.
+The source of a copy may tie two tensors that the target does not tie, or the reverse; tied tensors appear under one
+name or both names. A tensor is omitted from a copy only if every rank proves that it is equal to a copied tensor.
+Tensor names and configs are no proof.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from transaxle.live.transport.world import World
 from transaxle.torch_tensors import local_of, same_bytes
 
 Pair = tuple[str, str]
-"""Names of two tensors of a source."""
+"""Names of two tensors of a source that may be tied."""
 _FEW = 4
-"""If more tensors than this are unmatched, no values are compared, and only tensors in the same memory count as
-tied."""
+"""If more tensors than this are unmatched, no values are compared, and only tensors in the same memory are treated as
+tied.
+"""
 _UNTIED = "The model ties these tensors, but the source has two that differ: build the model with an untied head."
 
 
@@ -33,27 +34,29 @@ class Sides:
     """Source and target of a copy between live states."""
 
     own_source: Mapping[str, torch.Tensor]
-    """This rank's source tensors, by the source's tensor names."""
+    """Name in the source -> tensor, for this rank's source tensors."""
     own_target: Mapping[str, torch.Tensor]
-    """This rank's target tensors, by the target's tensor names."""
+    """Name in the target -> tensor, for this rank's target tensors."""
     source: Census
-    """All ranks' source tensors, and which rank has which part of them."""
+    """The source tensors of all ranks, with the shard that each rank holds."""
     target: Census
-    """All ranks' target tensors, and which rank has which part of them."""
+    """The target tensors of all ranks, with the shard that each rank holds."""
     world: World
-    """All ranks that have source tensors, target tensors or both."""
+    """All ranks that hold source tensors, target tensors or both."""
 
 
 def spare_names(
     sides: Sides, stored: Mapping[str, StoredTensor], unexpected: Sequence[str], *, once: bool = True
 ) -> set[str]:
-    """Return source names that the target does not need, because another source name has the same values; collective.
+    """Return source names that the target does not need, because another source name has the same values; all ranks
+    must call this function.
 
     Args:
-        sides: source and target.
-        stored: the source's tensors by the target's names; the same on all ranks.
+        sides: source and target of the copy.
+        stored: target tensor name -> source tensor; equal on all ranks.
         unexpected: tensor names that only the source has.
-        once: tensors with equal present values count as tied; if False, only tensors in the same memory do.
+        once: whether two tensors with equal present values are treated as tied; if False, only tensors in the same
+            memory are.
     """
     pairs: dict[str, list[Pair]] = {}
     for name in unexpected:
@@ -65,7 +68,9 @@ def spare_names(
 
 
 def names_filled_by_ties(sides: Sides, stored: Collection[str]) -> set[str]:
-    """Return the target names that are tied, on every rank, to a tensor that the copy fills; collective."""
+    """Return the target names that are tied, on every rank, to a tensor that the copy fills; all ranks must call this
+    function.
+    """
     tied_by_rank = dict(
         zip(sides.world.ranks, sides.world.gather(set(find_ties(sides.own_target, stored))), strict=True)
     )
@@ -75,12 +80,14 @@ def names_filled_by_ties(sides: Sides, stored: Collection[str]) -> set[str]:
 
 
 def find_unequal_ties(sides: Sides, stored: Mapping[str, StoredTensor], *, once: bool = True) -> list[Refusal]:
-    """Refuse two different tensors of a source that are one tensor in the target; collective.
+    """Refuse two different tensors of the source that are a single tensor in the target; all ranks must call this
+    function.
 
     Args:
-        sides: source and target.
-        stored: the source's tensors by the target's names; the same on all ranks.
-        once: tensors with equal present values count as tied; if False, only tensors in the same memory do.
+        sides: source and target of the copy.
+        stored: target tensor name -> source tensor; equal on all ranks.
+        once: whether two tensors with equal present values are treated as tied; if False, only tensors in the same
+            memory are.
     """
     shared = sides.world.gather(list(same_memory(sides.own_target, stored)))
     tied_pairs = sorted({names for of_rank in shared for names in of_rank})
@@ -97,7 +104,9 @@ def find_unequal_ties(sides: Sides, stored: Mapping[str, StoredTensor], *, once:
 
 
 def _alike(first: StoredTensor, second: StoredTensor, source: Census) -> bool:
-    """Tell whether two stored tensors are each one tensor of the source, with equal dtypes, shapes and shards."""
+    """Return whether two stored tensors are each a single tensor of the source, with equal dtypes, shapes and
+    shards.
+    """
     if len(first.origins) != 1 or len(second.origins) != 1:
         return False
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -107,7 +116,9 @@ def _alike(first: StoredTensor, second: StoredTensor, source: Census) -> bool:
 
 
 def _equal_pairs(sides: Sides, pairs: Iterable[Pair], *, values: bool) -> set[Pair]:
-    """Return the pairs of names that are one tensor on every rank that has both; collective."""
+    """Return the pairs of names that are a single tensor on every rank that has both names; all ranks must call this
+    function.
+    """
     own_tensors = sides.own_source
     equal_here = {
         (a, b): _same(own_tensors[a], own_tensors[b], values=values)
@@ -120,7 +131,7 @@ def _equal_pairs(sides: Sides, pairs: Iterable[Pair], *, values: bool) -> set[Pa
 
 
 def _same(first: torch.Tensor, second: torch.Tensor, *, values: bool) -> bool:
-    """Tell whether two tensors share the same memory or, if `values` is true, have the same bits."""
+    """Return whether two tensors are in the same memory or, if `values` is true, have the same bits."""
     a, b = local_of(first), local_of(second)
     if a.is_meta or b.is_meta:
         return a is b

@@ -1,8 +1,9 @@
-"""A conversion by all ranks of a torchrun job, each of which takes one work item after another until none remains.
+"""A conversion by all ranks of a torchrun job. Each rank does one work item of the plan after another until none
+remains.
 
-Every rank runs the same command. The first rank plans, creates the files and commits. A counter in the job's key-value
-store assigns the work items, so that a faster rank does more items. Finished items are also recorded in the store,
-where the first rank reads them to report progress.
+Every rank of the job runs the same command. The first rank makes the plan, creates the files and commits. A counter in
+the job's key-value store assigns the work items, so that faster ranks do more work items. Finished work items are also
+recorded in the store, from which the first rank reads them to report progress.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ _START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --o
 # the first rank sends its report to all other ranks
 wire.tellable(Report, MeasuredTensor, RecodedTensor, Error, Verification)
 _PATIENCE = timedelta(days=1)
-"""Timeout of a rank that waits for other ranks; if a rank is lost, the wait ends at once."""
+"""Timeout of a rank that waits for other ranks; if a rank is lost, the wait ends immediately."""
 
 
 @contextmanager
 def _job() -> Iterator[World]:
-    """Yield the world of this job's ranks; initialise the process group if the program has not.
+    """Yield the `World` of this job's ranks; if the program has not initialised the process group, initialise it.
 
     Raises:
-        UsageError: AMBIGUOUS, if torchrun has not started this process.
+        UsageError: with code AMBIGUOUS, if torchrun has not started this process.
     """
     met = dist.is_initialized()
     if not met and not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -76,11 +77,11 @@ def _job() -> Iterator[World]:
 
 
 def _meet() -> None:
-    """Initialise the process group of the job.
+    """Initialise the process group of the torchrun job.
 
     Raises:
-        UsageError: AMBIGUOUS, if the environment variables lack the rank or the number of ranks.
-        StorageError: IO, if the ranks cannot connect to each other.
+        UsageError: with code AMBIGUOUS, if the environment variables do not contain the rank or the number of ranks.
+        StorageError: with code IO, if the ranks cannot connect to each other.
     """
     rank, world = (read_number_of_job(name) for name in ("RANK", "WORLD_SIZE"))
     read_number_of_job("MASTER_PORT")
@@ -94,13 +95,14 @@ def _meet() -> None:
 
 
 class _Lead:
-    """What only the first rank does in a conversion: it plans, creates the files and commits, while other ranks wait.
+    """The steps of a conversion that only the first rank does: it plans, creates the files and commits, while other
+    ranks wait.
 
     Args:
         order: source, target and options of the conversion.
-        look: called with the plan before anything is written.
-        resume: continue an interrupted run.
-        how: further keyword arguments for `prepare_work`.
+        look: function called with the plan before anything is written.
+        resume: whether to continue an interrupted run.
+        how: additional keyword arguments for `prepare_work`.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class _Lead:
         self._finished = finished
 
     def lend_source(self) -> AbstractContextManager[None]:
-        """Let this process carry out its work items with the already opened source, instead of opening it again."""
+        """Let this process do its work items with the source that is already open, instead of opening the source
+        again.
+        """
         return lend_source(*self._require_begun())
 
     def _require_begun(self) -> tuple[WorkPlan, Prepared]:
@@ -179,19 +183,20 @@ def convert_together(
     look: Callable[[Prepared], None] = lambda _: None,
     **how: Any,
 ) -> Report:
-    """Convert a checkpoint with all ranks of a job; collective.
+    """Convert a checkpoint with all ranks of a job; all ranks must call this function.
 
     Args:
         order: source, target and options of the conversion, equal on all ranks.
-        resume: continue an interrupted run.
-        progress: called on the first rank with the size in bytes of each finished work item.
-        watch: called on the first rank with the worker of each finished item and the remaining work.
-        look: called on the first rank with the plan before anything is written; if it raises an error, all ranks do.
-        **how: `items`, `overwrite`, `sync`, `jobs` and `memory` as for `prepare_work`.
+        resume: whether to continue an interrupted run.
+        progress: function called on the first rank with the size in bytes of each finished work item.
+        watch: function called on the first rank with the worker of each finished work item and the remaining work.
+        look: function called on the first rank with the plan, before anything is written; if it raises an error, all
+            ranks raise it.
+        **how: the arguments `items`, `overwrite`, `sync`, `jobs` and `memory` of `prepare_work`.
 
     Raises:
-        UsageError: AMBIGUOUS, if torchrun has not started this process.
-        TransaxleError: the conversion failed on some rank; all ranks raise it, and the target is unchanged.
+        UsageError: with code AMBIGUOUS, if torchrun has not started this process.
+        TransaxleError: raised on all ranks, if the conversion failed on any rank; the target is unchanged.
     """
     start = time.monotonic()
     with _job() as world, ExitStack() as stack:
@@ -212,7 +217,7 @@ def convert_together(
 def _do(
     text: bytes, numbers: Sequence[int], counter: str, lead: _Lead | None, progress: Progress, watch: Watch
 ) -> list[bytes]:
-    """Carry out work items until none remains, and return their encoded results."""
+    """Do work items until none remains, and return their encoded results."""
     store = dist.distributed_c10d._get_default_store()
     results: list[bytes] = []
     finished = _FinishedItems(f"{counter}/done")
@@ -224,7 +229,7 @@ def _do(
                 results.append(do_item(text, numbers[at]))
                 finished.add(results[-1])
         except BaseException:
-            store.add(counter, len(numbers))  # the other ranks find no more items
+            store.add(counter, len(numbers))  # then the other ranks find no more work items
             raise
         finally:
             close_plan()
@@ -235,14 +240,14 @@ class _FinishedItems:
     """The finished work items of all ranks, recorded in the job's key-value store.
 
     Args:
-        key: prefix of the keys in the store.
+        key: prefix of the keys in the job's key-value store.
     """
 
     def __init__(self, key: str) -> None:
         self._store = dist.distributed_c10d._get_default_store()
         self._key = key
         self.watcher: Watcher | None = None
-        """Receives the result of each finished item; None on all ranks but the first."""
+        """Object that receives the result of each finished work item; None on all ranks except the first."""
         self._count_read = 0
 
     def add(self, text: bytes) -> None:
@@ -255,7 +260,7 @@ class _FinishedItems:
         self.look()
 
     def look(self) -> None:
-        """On the first rank, pass all new results to the watcher."""
+        """On the first rank, pass all new results of work items to the watcher."""
         if self.watcher is None:
             return
         while self._store.check([f"{self._key}/{self._count_read + 1}"]):

@@ -1,4 +1,4 @@
-"""Refit: send live weights into inference engines; each rank receives only the bytes of its own parts."""
+"""Refit: sending live weights into inference engines, where each rank receives only the bytes of its own shards."""
 
 from transaxle.refit.hops import meet
 from transaxle.refit.hub_stream import VllmSource, named_tensors

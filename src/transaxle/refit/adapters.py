@@ -1,6 +1,7 @@
-"""LoRA adapters of a trainer: an engine receives base weights with adapters merged in, or one adapter alone.
+"""LoRA adapters of a trainer in a refit: an inference engine receives either base weights with adapters merged in, or
+one adapter alone.
 
-peft itself computes the merged weights. After each merge the trainer's weights are restored bit by bit.
+The merged weights are computed by peft itself. After each merge, the trainer's weights are restored bit by bit.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _MODES = (MERGED, ALONE)
 
 
 def read_adapter(adapter: object) -> str | None:
-    """Read the option `adapter`: `merged`, `alone` or None.
+    """Check the option `adapter`, which may be `merged`, `alone` or None, and return it.
 
     Raises:
-        ValueError: for a value other than `merged`, `alone` and None.
+        ValueError: if the option is not `merged`, `alone` or None.
     """
     if adapter is not None and adapter not in _MODES:
         raise ValueError(f"adapter must be one of {', '.join(_MODES)}, or None; got {adapter!r}")
@@ -35,16 +36,19 @@ def read_adapter(adapter: object) -> str | None:
 
 
 def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
-    """Return this rank's source tensors as they are sent: with the adapter merged in, or only the adapter.
+    """Return this rank's source tensors in the form in which they are sent: with the adapter merged in, or the adapter
+    alone.
 
     Args:
-        state: model, state dict, or the sharded state dict of a Megatron model; also a model under ZeRO-3, if
-            `adapter` is None.
-        adapter: how the adapter of a peft model is sent, see `read_adapter`.
-        values: compute merged values; if False, returned tensors have final shapes, dtypes and ties, but not values.
+        state: a model, a state dict, or the sharded state dict of a Megatron model. If `adapter` is None, it may also
+            be a model under ZeRO-3.
+        adapter: how the adapter of a peft model is sent; see `read_adapter`.
+        values: whether to compute merged values; if False, the returned tensors have their final shapes, dtypes and
+            ties, but not their final values.
 
     Raises:
-        Refused: errors of `leaves`; UNSUPPORTED or AMBIGUOUS if the adapter cannot be sent in the way `adapter` says.
+        Refused: any refusal that `leaves` raises; with code UNSUPPORTED or AMBIGUOUS, if the adapter cannot be sent as
+            the option `adapter` requires.
     """
     state_leaves = leaves(state, sharded=True, ranges=adapter is None)
     model = peft_model_of(state) if isinstance(state, nn.Module) else None
@@ -64,17 +68,19 @@ def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
 
 
 def target_leaves(state: State, adapter: str | None) -> Leaves:
-    """Return this rank's target tensors: all tensors, or only the active adapter if the engine receives an adapter."""
+    """Return this rank's target tensors: all tensors, or only those of the active adapter if the engine receives an
+    adapter.
+    """
     state_leaves = leaves(state)
     model = peft_model_of(state) if adapter == ALONE and isinstance(state, nn.Module) else None
     return state_leaves if model is None else leaves_of_checkpoint(model, state_leaves, (), adapter=True)
 
 
 def _active_copies(model: Any, base: Leaves) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of the active copy of each module that peft trains as a whole copy (`modules_to_save`).
+    """Yield (name, tensor) of the active copy, for each module that peft trains as a whole copy (`modules_to_save`).
 
     Raises:
-        Refused: AMBIGUOUS unless exactly one copy of each module is active.
+        Refused: with code AMBIGUOUS, unless exactly one copy of each module is active.
     """
     for name, copies in base.copies.items():
         active = [copy for copy in copies if is_active(model, copy)]
@@ -84,12 +90,12 @@ def _active_copies(model: Any, base: Leaves) -> Iterator[tuple[str, torch.Tensor
 
 
 class _Names:
-    """Names that the model without peft gives to the weights that adapters change, and which of these weights are tied.
+    """Names that weights under adapters have in the model without peft, and which of these weights are tied.
 
     Args:
         model: the peft model.
         state_leaves: all tensors of the peft model.
-        base: the base model's tensors, under the names of the model without peft.
+        base: name in the model without peft -> tensor of the base model.
     """
 
     def __init__(self, model: nn.Module, state_leaves: Leaves, base: Leaves) -> None:
@@ -99,13 +105,13 @@ class _Names:
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
         self.tied: dict[int, set[str]] = {}
-        """All names of each tied tensor, by the `id` of the tensor."""
+        """`id` of a tied tensor -> all its names."""
         for name, tensor in self._tensors.items():
             self.tied.setdefault(id(tensor), set()).add(name)
         self.tied = {key: names for key, names in self.tied.items() if len(names) > 1}
 
     def of(self, base: nn.Module) -> dict[str, list[str]]:
-        """Return the names that each parameter of a module under adapters has in the model without peft."""
+        """Return name of a parameter of an adapter's base layer -> its names in the model without peft."""
         base_parameters = {}
         for parameter_name, parameter in base.named_parameters(recurse=False):
             paths = (own_name(f"{path}.{parameter_name}") for path in self._paths[id(base)])
@@ -117,18 +123,19 @@ class _Names:
 
 
 def _merge_adapters(model: nn.Module, names: _Names, *, values: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for base weights with the active adapter merged in.
+    """Yield (name, tensor) for each base weight, with the active adapter merged in.
 
-    A tied weight may have adapters under several of its names. Each name gets its own merged values; the tie is kept if
-    the values of all names are equal.
+    A tied weight may have adapters under several of its names. In this case each name gets its own merged values, and
+    the tie is kept if the values of all names are equal.
 
     Args:
         model: the peft model.
         names: names of the base weights in the model without peft.
-        values: merge every weight; if False, only tied weights, because merged values decide which ties are kept.
+        values: whether to merge every weight; if False, only tied weights are merged, because merged values decide
+            which ties are kept.
     """
     by_base: dict[int, list[Any]] = {}
-    for module in tuners(model):  # several tuners may wrap one module, each for a different parameter of it
+    for module in tuners(model):  # several tuners may wrap one module, each for a different parameter of the module
         by_base.setdefault(id(module.get_base_layer()), []).append(module)
     tied_results: dict[int, dict[str, torch.Tensor]] = {}
     for changing in by_base.values():
@@ -158,7 +165,9 @@ def _merge_adapters(model: nn.Module, names: _Names, *, values: bool) -> Iterato
 
 @contextmanager
 def _merge_temporarily(changing: Sequence[Any]) -> Iterator[None]:
-    """Merge adapters into their module for the `with` block, then restore the module's parameters bit by bit."""
+    """Merge adapters into their module for the duration of the `with` block, then restore the module's parameters bit
+    by bit.
+    """
     saved = {name: local_of(parameter).clone() for name, parameter in _parameters(changing[0]).items()}
     started = list[Any]()
     try:
@@ -175,7 +184,9 @@ def _merge_temporarily(changing: Sequence[Any]) -> Iterator[None]:
 
 
 def _parameters(module: Any) -> dict[str, torch.Tensor]:
-    """Return the current parameters of an adapter's base layer; merging may replace the parameters by new objects."""
+    """Return name -> current parameter of an adapter's base layer; a merge may replace the parameters by new
+    objects.
+    """
     return dict(module.get_base_layer().named_parameters(recurse=False))
 
 

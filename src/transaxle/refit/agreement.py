@@ -1,14 +1,15 @@
-"""Agreement on the data that a refit moves: all ranks of source and target agree once, when the refit is made; pushes
-reuse this agreement.
+"""Agreement on the data that a refit moves: all ranks of source and target agree once, when the refit is made, and
+later pushes (transfers of weights) use this agreement.
 
-Values are cast before they are sent, so the target is compared with the source tensors after the cast. A target
-parameter that quantizes new values receives plain values, and quantizes them once all have arrived.
+Values are cast before they are sent, so the target is compared with the source tensors as they are after the cast. A
+target parameter that quantizes its values receives plain values, and quantizes them when all values have arrived.
 
-**Encoded targets** are an engine's plain tensors of codes and scales, encoded on arrival from the source's values.
+**Encoded targets** are plain tensors of codes and scales in an engine; they are encoded, when values arrive, from the
+source's values.
 
-Each rank receives the values of every whole tile that overlaps its codes and scales, and encodes these tiles: the
-result equals that of encoding the whole tensor. If an encoding has one scale per matrix, the ranks exchange their
-largest magnitudes.
+Each rank receives the values of every whole tile (block with one scale) that overlaps its codes and scales, and encodes
+these tiles. The result is the same as if the whole tensor were encoded. If an encoding has one scale per matrix, the
+ranks exchange the largest magnitudes of their values.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class EncodedTarget:
     """One logical tensor that the target stores as codes and scales."""
 
     tensor: EncodedTensor
-    """The tensor's encoding, logical shape and buffer names."""
+    """The encoding, logical shape and buffer names of the tensor."""
     buffers: Mapping[Role, GlobalTensor]
-    """Role (codes, scales, global scale) -> the buffer, with its placement on the ranks."""
+    """Role (codes, scales, global scale) -> the buffer, with its shard on each rank."""
 
     @property
     def spec(self) -> Encoding:
@@ -79,7 +80,9 @@ class EncodedTarget:
         return ENCODINGS[self.tensor.encoding.name]
 
     def value_intervals(self, rank: int) -> Positions | None:
-        """Return the indices of values along each dim that a rank needs, in whole tiles; None if it needs none."""
+        """Return, for each dim, the indices of the values that a rank needs, in whole tiles (blocks with one scale);
+        None if it needs no values.
+        """
         spans: list[list[tuple[int, int]]] = [[] for _ in self.tensor.shape]
         for role in (Role.CODES, Role.SCALE):
             intervals_by_dim = self.buffers[role].positions.get(rank)
@@ -91,7 +94,7 @@ class EncodedTarget:
         return tuple(_join_intervals(each) for each in spans) if spans[-1] else None
 
     def unit(self, role: Role, dim: int) -> int:
-        """Return how many values along a dim one element of a buffer (a code or scale) covers."""
+        """Return how many values along a dim belong to one element of a buffer (a code or a scale)."""
         if role is Role.SCALE:
             return self.spec.tiles(self.tensor.shape)[dim]
         return self.tensor.shape[dim] // max(self.buffers[role].shape[dim], 1) or 1
@@ -108,16 +111,16 @@ class EncodedTarget:
 def find_encodable(
     targets: Census, config: Mapping[str, Any] | None, aside: Container[str], rank: int
 ) -> dict[str, EncodedTarget]:
-    """Return logical tensor name -> encoded tensor of the target, for those that this module can encode.
+    """Return logical tensor name -> encoded tensor of the target, for the tensors that this module can encode.
 
     Args:
-        targets: the target's tensors on all ranks.
+        targets: the tensors of the target on all ranks.
         config: the target model's config, whose `quantization_config` may name the encoding.
-        aside: names of tensors to leave out, because they belong to parameters that quantize themselves.
-        rank: this rank.
+        aside: names of tensors to exclude, because they belong to parameters that quantize themselves.
+        rank: number of this rank.
 
     Raises:
-        Refused: INCOMPLETE if the ranks together lack some codes of a tensor.
+        Refused: with code INCOMPLETE, if the ranks together lack some codes of a tensor.
     """
     entries = {name: tensor for name, tensor in targets.items() if name not in aside}
     encodable = {}
@@ -125,13 +128,14 @@ def find_encodable(
         target = EncodedTarget(tensor, {role: targets[stored] for role, stored in tensor.parts.items()})
         if _is_encodable(target):
             codes = target.buffers[Role.CODES]
-            container({codes.name: codes}, {}, rank, None)  # refuses gaps, since a matrix's amax needs all of its parts
+            # this refuses gaps, because the amax of a matrix can be computed only from all of its values
+            container({codes.name: codes}, {}, rank, None)
             encodable[name] = target
     return encodable
 
 
 def _is_encodable(target: EncodedTarget) -> bool:
-    """Tell whether `encode` can produce the codes and scales of a target in their stored dtypes and shapes."""
+    """Return whether `encode` can produce the codes and scales of a target with their stored dtypes and shapes."""
     tensor, encoding = target.tensor, ENCODINGS.get(target.tensor.encoding.name)
     if encoding is None or encoding.name not in METHODS or not _ROLES.issuperset(tensor.parts) or len(tensor.shape) < 2:
         return False
@@ -156,10 +160,11 @@ def _is_encodable(target: EncodedTarget) -> bool:
 
 
 def gather_maxima(targets: Mapping[str, EncodedTarget], values: Mapping[str, torch.Tensor], world: World) -> Maxima:
-    """Return the amax of each matrix that has a global scale; collective if there is any such matrix.
+    """Return tensor name -> amax of each matrix that has a global scale; if there is any, all ranks must call this
+    function.
 
     Args:
-        targets: the tensors encoded in this push, the same on all ranks.
+        targets: the tensors that are encoded in this push, the same on all ranks.
         values: tensor name -> values that this rank has received.
         world: the ranks.
     """
@@ -176,7 +181,9 @@ def _merge_maxima(
     needed_by_name: Mapping[str, Sequence[tuple[int, Positions | None]]],
     targets: Mapping[str, EncodedTarget],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (tensor name, amax of each matrix): the maximum over all ranks that have a part of the matrix."""
+    """Yield (tensor name, amax of each matrix), where the amax is the maximum over all ranks that hold a shard of the
+    matrix.
+    """
     for name, needed_by_rank in needed_by_name.items():
         leading = targets[name].tensor.shape[:-2]
         maxima = np.zeros(leading, np.float32)
@@ -194,9 +201,9 @@ def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | Non
 
     Args:
         target: the tensor to encode.
-        values: this rank's values in whole tiles, see `EncodedTarget.value_intervals`.
-        maxima: amax of each matrix; None if the encoding has no global scale.
-        rank: this rank.
+        values: this rank's values in whole tiles; see `EncodedTarget.value_intervals`.
+        maxima: the amax of each matrix; None if the encoding has no global scale.
+        rank: number of this rank.
 
     Returns:
         The bytes of this rank's codes and scales.
@@ -239,7 +246,7 @@ def encode(target: EncodedTarget, values: torch.Tensor, maxima: np.ndarray | Non
 
 
 def put(buffers: Buffers, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Copy codes and scales into local tensors; return the number of bytes copied."""
+    """Copy codes and scales into local tensors; return the number of copied bytes."""
     for name, content in buffers.items():
         local = tensors[name]
         plain = byte_view(torch.empty(local.shape, dtype=local.dtype))
@@ -249,7 +256,7 @@ def put(buffers: Buffers, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _matrices(values: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield each matrix of a stack as a numpy array, without a copy."""
+    """Yield each matrix of a stack as a numpy array that shares the memory of the stack."""
     array = as_bytes(values).view(numpy_dtype(code_of(values.dtype)))
     rows, columns = values.shape[-2:]
     yield from array.reshape(prod(values.shape[:-2]), rows, columns)
@@ -281,12 +288,12 @@ _CONFIGS = "Give the engine the trainer's config; if it differs on purpose, use 
 
 @dataclass(frozen=True)
 class RefitOptions:
-    """Options of a refit, as the user gave them; documented at `Refit`."""
+    """Options of a refit, as the user gave them; for their documentation see `Refit`."""
 
     family: str | None
     """Model family."""
     dialect: str | None
-    """Dialect of the target's names."""
+    """Dialect of the target's tensor names."""
     config: Config | None
     """The model's config."""
     rules: PathLike | None
@@ -294,42 +301,43 @@ class RefitOptions:
     dtype: str | None
     """Dtype to which values may be cast, a key of `CASTS`."""
     strict: bool
-    """Whether to refuse tensor names that only source or target has, and differing configs."""
+    """Whether to refuse tensor names that only the source or only the target has, and configs that differ."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of the agreement, equal on all ranks: the data that a push moves."""
+    """The result of the agreement, equal on all ranks: the data that a push (a transfer of weights) moves."""
 
     match: Match
-    """The source's tensors, matched to the target's names."""
+    """The source's tensors, matched with the target's tensor names."""
     quantized: FillModes
-    """The target's parameters that quantize the values they receive."""
+    """The target's parameters that quantize the values that they receive."""
     codes: Mapping[str, EncodedTarget]
-    """The target's tensors that are encoded on arrival, by logical tensor name."""
+    """Logical tensor name -> tensor of the target that is encoded when its values arrive."""
     checks: tuple[Check, ...]
-    """Checks that the source's values must pass, such as padding that must be zero."""
+    """Checks that the source's values must pass, such as that padding is zero."""
     sent_as: Mapping[str, str]
-    """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
+    """Source tensor name -> safetensors code of the dtype to which the tensor is cast before it is sent."""
     items: list[Item]
-    """One item for each distinct part of a target tensor, with the ranks that have this part."""
+    """One item for each distinct shard of a target tensor, with the ranks that hold this shard."""
     names: list[str]
-    """Target tensor name of each item; the index is the item's key."""
+    """Target tensor name of each item; the key of an item is an index into this list."""
     parts: list[str]
-    """Tensor name of each item's part on the ranks that have the part; the index is the item's key."""
+    """Name of each item's shard on the ranks that hold it; the key of an item is an index into this list."""
 
 
 def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: World, options: RefitOptions) -> Agreement:
-    """Gather the tensors of all ranks, and match sources with targets; collective.
+    """Collect descriptions of the tensors of all ranks, and match source with target tensors; all ranks must call this
+    function.
 
     Args:
-        source: the source's model or state dict, and this rank's tensors of it.
-        target: the target's model or state dict, and this rank's tensors of it.
-        world: the ranks.
+        source: the model or state dict to read, with this rank's tensors of it.
+        target: the model or state dict to write, with this rank's tensors of it.
+        world: all ranks of source and target.
         options: the user's options.
 
     Raises:
-        TransaxleError: on every rank, with every problem of every rank.
+        TransaxleError: raised on every rank, with every problem of every rank.
     """
     with world.together():
         model_settings = settings(family=options.family, config=options.config, rules=options.rules)
@@ -384,51 +392,51 @@ def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wor
 
 @dataclass(frozen=True)
 class _Translation:
-    """The source's tensors after casts, under the target's names."""
+    """The source's tensors after their casts, under the target's names."""
 
     tensors: Census
     """The source's tensors on all ranks, with the dtypes in which they are sent."""
     sent_as: Mapping[str, str]
-    """Source tensor name -> safetensors dtype code to which it is cast before it is sent."""
+    """Source tensor name -> safetensors code of the dtype to which the tensor is cast before it is sent."""
     stored: Mapping[str, StoredTensor]
-    """The source's tensors, by the target's names."""
+    """Target tensor name -> source tensor."""
     quantized: FillModes
-    """The target's parameters that quantize the values they receive."""
+    """The target's parameters that quantize the values that they receive."""
     codes: Mapping[str, EncodedTarget]
-    """The target's tensors that are encoded on arrival, by logical tensor name."""
+    """Logical tensor name -> tensor of the target that is encoded when its values arrive."""
     checks: tuple[Check, ...]
-    """Checks that the source's values must pass, such as padding that must be zero."""
+    """Checks that the source's values must pass, such as that padding is zero."""
 
 
 @dataclass(frozen=True)
 class _Translator:
-    """Translates a source into the target's names."""
+    """Translates the tensors of a source into the target's names."""
 
     leaves: Leaves
     """This rank's tensors of the source."""
     config: Mapping[str, Any] | None
     """The model's config."""
     settings: Settings
-    """Family, config and table of the source, as the user gave them."""
+    """Family, config and table of tensor names of the source, as the user gave them."""
     options: RefitOptions
     """Options of the refit."""
     weights: Weights
     """The target's parameters that quantize themselves."""
     rank: int
-    """This rank."""
+    """Number of this rank."""
 
     def of(self, sources: Census, targets: Census, codes: Mapping[str, EncodedTarget]) -> _Translation:
         """Return the source's tensors under the target's names.
 
         Args:
-            sources: the source's tensors on all ranks.
-            targets: the target's tensors on all ranks.
-            codes: the target's tensors that could be encoded on arrival.
+            sources: the tensors of the source on all ranks.
+            targets: the tensors of the target on all ranks.
+            codes: the target's tensors that could be encoded when their values arrive.
         """
         view = self._view(sources, _with_values(targets, codes))
         stored = view.tensors()
         encodable = {name: target for name, target in codes.items() if name in stored and stored[name].dtype in WIDE}
-        if encodable.keys() != codes.keys():  # codes that the source already has are moved unchanged
+        if encodable.keys() != codes.keys():  # codes that the source already contains are moved unchanged
             codes, view = encodable, self._view(sources, _with_values(targets, encodable))
         sent_as = self._casts(view, sources, targets, codes)
         if sent_as:
@@ -448,7 +456,9 @@ class _Translator:
     def _casts(
         self, view: View, sources: Census, targets: Census, codes: Mapping[str, EncodedTarget]
     ) -> dict[str, str]:
-        """Return source tensor name -> dtype code, for tensors that must be cast to the target's `dtype`."""
+        """Return source tensor name -> safetensors code of a dtype, for tensors that must be cast to the dtype of the
+        target.
+        """
         if self.options.dtype is None:
             return {}
         to = CASTS[self.options.dtype]
@@ -461,14 +471,14 @@ class _Translator:
 
 
 def _with_values(targets: Census, codes: Mapping[str, EncodedTarget]) -> Census:
-    """Replace the codes and scales of each encoded target by one tensor of values."""
+    """Replace the codes and scales of each encoded target tensor by one tensor of values."""
     parts = {stored for target in codes.values() for stored in target.tensor.parts.values()}
     values = {name: GlobalTensor(name, "", target.tensor.shape, {}) for name, target in codes.items()}
     return {name: tensor for name, tensor in targets.items() if name not in parts} | values
 
 
 def _stand_ins(target_leaves: Leaves, translation: _Translation, rank: int) -> dict[str, torch.Tensor]:
-    """Return name -> meta tensor for the values that this rank will quantize or encode."""
+    """Return name -> meta tensor, for the values that this rank will quantize or encode."""
     tensors = {
         name: stand_in(target_leaves.weights[name], code, meta=True)
         for name, code in translation.quantized.anew.items()
@@ -499,14 +509,16 @@ def _config_differences(source: Mapping[str, Any] | None, target: Mapping[str, A
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes and counts of a model's config: all integers except token ids."""
+    """Return key -> size or count in a model's config: all integers except token ids."""
     nested = config.get("text_config")
     flat = {**config, **nested} if isinstance(nested, Mapping) else config
     return {key: value for key, value in flat.items() if type(value) is int and not key.endswith(_TOKENS)}
 
 
 def _items(targets: Census, match: Match, replicas: Replicas) -> tuple[list[Item], list[str], list[str]]:
-    """Return (items, tensor name of each item, part name of each item); the names are indexed by the items' keys."""
+    """Return (items, tensor name of each item, name of each item's shard); the keys of items are indices into the lists
+    of names.
+    """
     items, names, parts = list[Item](), list[str](), list[str]()
     for name, tensor in targets.items():
         stored = match.stored.get(name)

@@ -1,8 +1,9 @@
-"""Endpoints: this rank's source and target tensors, looked up again at each push (sending of weights).
+"""Endpoints: this rank's source and target tensors in a refit, which are looked up again at each push (each transfer of
+weights).
 
-Tensors may have moved in memory since the last push, but must have the same dtype, shape, placement and ties. A push
-sends the source's current values. The target rank receives the values either in staging memory, from which all are
-copied to the target tensors at the end, or directly in the target tensors.
+The tensors may have moved in memory since the last push, but must have the same dtype, shape, placement and ties. A
+push sends the values that the source has at that time. A target rank receives the values either in staging memory, from
+which all are copied into the target tensors at the end, or directly in the target tensors.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ class Form:
     """The properties of a rank's tensor that must not change between two pushes."""
 
     dtype: torch.dtype
-    """Dtype of the elements."""
+    """Dtype of the tensor's elements."""
     shape: tuple[int, ...]
-    """Global shape of a DTensor; otherwise the shape on this rank."""
+    """Global shape if the tensor is a DTensor; otherwise its shape on this rank."""
     placement: object
-    """Mesh and placements if the tensor is a DTensor, and which part of the whole tensor this rank has."""
+    """Mesh and placements if the tensor is a DTensor, and which part of the whole tensor this rank holds."""
     tied_to: str
-    """Name of the first tensor in the same memory; the tensor's own name if it is not tied."""
+    """Name of the first tensor in the same memory; the tensor's own name if the tensor is not tied."""
 
 
 def forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
-    """Return tensor name -> `Form` (dtype, shape, placement, ties) of each of this rank's tensors."""
+    """Return tensor name -> `Form` (dtype, shape, placement, ties), for each of this rank's tensors."""
     first: dict[object, str] = {}
     return {name: _form(tensor, first.setdefault(view_of(tensor), name)) for name, tensor in tensors.items()}
 
@@ -61,7 +62,7 @@ def _form(tensor: torch.Tensor, tied_to: str) -> Form:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor, as `local_of` does, but ten times faster for DTensors."""
+    """Return the local shard of a tensor, as `local_of` does, but ten times faster for DTensors."""
     return raw_local(tensor).detach() if isinstance(tensor, DTensor) else local_of(tensor)
 
 
@@ -69,12 +70,13 @@ def check_forms(side: str, tensors: Mapping[str, torch.Tensor], planned: Mapping
     """Refuse tensors whose dtype, shape, placement or ties have changed since the refit was made.
 
     Args:
-        side: "source" or "target", for error messages.
-        tensors: this rank's tensors at this push.
+        side: "source" or "target", the word to use in error messages.
+        tensors: name -> tensor of this rank at this push.
         planned: tensor name -> form of the tensor when the refit was made.
 
     Raises:
-        Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, or SHAPE_MISMATCH for any change of form.
+        Refused: with code MISSING_TENSOR or UNEXPECTED_TENSOR; with code SHAPE_MISMATCH, if the form of a tensor has
+            changed.
     """
     problems = [
         Refusal("MISSING_TENSOR", f"the {side} no longer has it", Where(None, name), _ANEW)
@@ -105,7 +107,7 @@ class SourceReader:
 
     Args:
         source: this rank's source tensors.
-        sent_as: tensor name -> safetensors dtype code, for tensors that are cast before they are sent.
+        sent_as: tensor name -> safetensors code of a dtype, for tensors that are cast before they are sent.
     """
 
     def __init__(self, source: Leaves, sent_as: Mapping[str, str]) -> None:
@@ -117,11 +119,11 @@ class SourceReader:
         self._last: tuple[str, torch.Tensor] = "", torch.empty(0)
 
     def copy(self, transfer: Transfer, buffer: torch.Tensor) -> None:
-        """Copy values of one source part into a buffer, cast to the dtype that is sent.
+        """Copy values of a source shard into a buffer, cast to the dtype in which they are sent.
 
         Args:
-            transfer: the copy, from a part of the source into the buffer.
-            buffer: target memory, as bytes or as elements of the dtype that is sent.
+            transfer: describes the copy, from a shard of the source into the buffer.
+            buffer: the memory to fill, as bytes or as elements of the dtype in which values are sent.
         """
         name = tensor_of(transfer.file)
         dtype, values = self._types[name], self._flat(name)
@@ -133,21 +135,23 @@ class SourceReader:
         )
 
     def _flat(self, name: str) -> torch.Tensor:
-        """Return the values of a part as a flat tensor; the last result is cached, because it may be a copy."""
+        """Return the values of a shard as a flat tensor; the last result is cached, because it may be a copy."""
         if self._last[0] != name:
             self._last = name, with_plain_bytes(_local(self._locals[name]).contiguous()).view(-1)
         return self._last[1]
 
 
 class Overlaps:
-    """Remembers which tensors may share elements, because a search is slow; searches again if any tensor has moved."""
+    """Stores which tensors may share elements, because the search is slow; it searches again if any tensor has moved in
+    memory.
+    """
 
     def __init__(self) -> None:
         self._places: list[tuple[str, int]] = []
         self._names: frozenset[str] = frozenset()
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-        """Return the names of tensors that may share elements, see `overlapping`."""
+        """Return the names of tensors that may share elements; see `overlapping`."""
         places = [(name, _local(tensor).data_ptr()) for name, tensor in tensors.items()]
         if places != self._places:
             self._places, self._names = places, frozenset(find_overlapping(tensors))
@@ -158,11 +162,13 @@ class TargetMemory:
     """Memory that receives values on this rank, until they are copied into the target tensors.
 
     Args:
-        tensors: this rank's target tensors, by part name.
-        names: part name of each item, indexed by the item's key; parts of other ranks are not in `tensors`.
-        padded: keys of items whose values do not fill their part; the rest of such a part is set to zero.
-        in_place: receive values directly in the target tensors if possible, without staging memory.
-        shared: names of tensors that may share elements; their values are staged and checked before any is written.
+        tensors: name of a shard -> local tensor, for this rank's target tensors.
+        names: for each item, the name of its shard; the key of an item is an index into this list. Shards of other
+            ranks are not in `tensors`.
+        padded: keys of items whose values do not fill their shard; the rest of such a shard is set to zero.
+        in_place: whether to receive values directly in the target tensors if possible, without staging memory.
+        shared: names of tensors that may share elements; their values are staged, and checked before any of these
+            tensors is written.
     """
 
     def __init__(
@@ -182,11 +188,11 @@ class TargetMemory:
         self._shared = shared
 
     def __bool__(self) -> bool:
-        """Tell whether this rank has any target tensor."""
+        """Return whether this rank has any target tensor."""
         return bool(self._locals)
 
     def begin(self, keys: Iterable[int]) -> None:
-        """Allocate memory for the items with these keys."""
+        """Allocate memory for the items with the given keys."""
         for key in keys:
             name = self._names[key]
             local = self._locals.get(name)
@@ -201,26 +207,28 @@ class TargetMemory:
                 self._staged[name].zero_()
 
     def of(self, key: int) -> torch.Tensor:
-        """Return the memory of an item as a flat tensor of the item's dtype."""
+        """Return the memory of an item as a flat tensor with the dtype of the item."""
         return self._staged[self._names[key]]
 
     def lay(self, key: int, transfer: Transfer, parcel: torch.Tensor) -> None:
-        """Copy values from a received parcel (one message) into the memory of an item."""
+        """Copy values from a received parcel (block of bytes) into the memory of an item."""
         memory = self.of(key)
         copy_box(as_box_copy(transfer, memory.dtype.itemsize), parcel.view(memory.dtype), memory)
 
     def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy received values into `tensors` before the push ends: no user reads these internal tensors."""
+        """Copy received values into `tensors` before the push ends. This is safe, because users never read these
+        internal tensors.
+        """
         for name, tensor in tensors.items():
             memory = self._staged.pop(name, None)
             if memory is not None and memory.data_ptr() != tensor.data_ptr():
                 with_plain_bytes(tensor).copy_(memory.view(tensor.shape))
 
     def check_shared(self) -> None:
-        """Check that tensors which share memory received equal values for their common elements.
+        """Check that tensors that share memory have received equal values for the elements that they share.
 
         Raises:
-            Refused: UNEQUAL_COPIES, if values differ.
+            Refused: with code UNEQUAL_COPIES, if such values differ.
         """
         groups: dict[tuple[torch.device, int], list[str]] = {}
         for name in sorted(self._staged.keys() & self._shared):

@@ -1,12 +1,13 @@
-"""Hops: which rank sends which bytes to which ranks, bucket by bucket; computed once, used by every push of weights.
+"""Hops: which rank sends which bytes to which ranks in a refit. They are computed once, bucket by bucket, and every
+push (transfer of weights) uses them.
 
-A parcel contains the bytes that one rank has of a range of one tensor, packed without gaps: receivers get only bytes
-that they need. Bytes that a rank has itself are copied directly from its source to its target.
+A parcel contains the bytes that one rank holds of a range of a tensor, packed without gaps, so receivers get only bytes
+that they need. Bytes that the receiving rank itself holds are copied directly from its source to its target.
 
-**Meeting**: a process group across the ranks of several jobs, which share only an address and a secret.
+**Meeting** (`meet`): a process group that contains ranks of several jobs. The jobs share only an address and a secret.
 
-Each job keeps its own torch world; the group is in no world. A group that verl, OpenRLHF or other code has made
-works as well: `World` finds out which ranks are in it.
+Each job has its own default process group of torch; the common group belongs to none of them. A group that verl,
+OpenRLHF or other code has made works too: `World` finds out which ranks are in the group.
 """
 
 from __future__ import annotations
@@ -34,77 +35,81 @@ from transaxle.move.transfer import Parcel, Transfer
 from transaxle.move.workers import RANGE_BYTES, Item, Owner
 
 _SMALLEST_RANGE = 1 << 16
-"""Smallest size in bytes of a range sent as one message; larger ranges take the same time per byte."""
+"""Smallest size in bytes of a range that is sent as one message; larger ranges take the same time per byte."""
 _RANGES_PER_ROUND = 4
-"""Minimum number of ranges for which one round of sending has room."""
+"""Smallest number of ranges that fit into one round of sending."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One parcel on its way from one rank to others, with the copies that pack and unpack it."""
+    """One parcel (block of bytes) that is sent from one rank to others, with the copies that pack and unpack it."""
 
     key: int
-    """Key of the item (a rank's part of a target tensor) that receives the parcel."""
+    """Key of the item (shard of a target tensor) that receives the parcel."""
     name: str
     """Name of the target tensor."""
     parcel: Parcel
-    """Sender, receivers and size in bytes."""
+    """Sending rank, receiving ranks and size in bytes of the parcel."""
     steps: Sequence[tuple[Transfer, Transfer]]
-    """Pairs (copy into the parcel, copy out of it); empty on ranks that neither send nor receive the parcel."""
+    """Pairs (copy into the parcel, copy out of the parcel); empty on ranks that neither send nor receive the parcel."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All transfers of one push, on all ranks."""
+    """All transfers of one push (transfer of weights), on all ranks."""
 
     rounds: Sequence[Sequence[Hop]]
-    """Parcels in the order of sending, by round; the parcels of one round fit into every rank's buckets."""
+    """The parcels in the order in which they are sent, by round; the parcels of one round fit into the buckets of every
+    rank.
+    """
     local_copies: Sequence[tuple[str, int, Sequence[Transfer]]]
-    """Copies within this rank: target tensor name, item key, copies from the source into the item."""
+    """Copies within this rank: (target tensor name, item key, copies from the source into the item)."""
     parts: Sequence[tuple[str, int, int]]
-    """Items that this rank receives: target tensor name, item key, bytes of the item that only other ranks have."""
+    """Items that this rank receives: (target tensor name, item key, number of bytes of the item that only other ranks
+    hold).
+    """
 
 
 @dataclass(frozen=True)
 class Program:
-    """The part of a schedule that a push of chosen tensors carries out."""
+    """The transfers of a schedule that a push of chosen tensors executes."""
 
     schedule: Schedule
-    """Transfers of the chosen tensors."""
+    """The transfers of the chosen tensors."""
     route: Route
-    """Positions of the parcels in the exchange buckets."""
+    """Places of the parcels in the exchange buckets (buffers)."""
     names: frozenset[str] | None
-    """Names of the chosen target tensors; None: all target tensors."""
+    """Names of the chosen target tensors; None means all target tensors."""
 
     @property
     def keys(self) -> list[int]:
-        """Return the keys of the items that this rank receives."""
+        """Return the keys of the items (shards of target tensors) that this rank receives."""
         return [key for _, key, _ in self.schedule.parts]
 
     @property
     def tensors(self) -> int:
-        """Number of target tensors of which this rank receives a part."""
+        """Number of target tensors of which this rank receives a shard."""
         return len({name for name, _, _ in self.schedule.parts})
 
     @property
     def remote_bytes(self) -> int:
-        """Bytes that this rank needs from other ranks."""
+        """Number of bytes that this rank needs from other ranks."""
         return sum(size for _, _, size in self.schedule.parts)
 
     def moves(self, name: str) -> bool:
-        """Tell whether the target tensor of a given name is among the chosen ones."""
+        """Return whether a target tensor with the given name is among the chosen tensors."""
         return self.names is None or name in self.names
 
 
 def schedule(items: Sequence[Item], names: Sequence[str], owner: Owner, world: World, bucket: int) -> Schedule:
-    """Compute the transfers of a push; results on different ranks differ only in `steps` and the local copies.
+    """Compute the transfers of a push; the results on different ranks differ only in `steps` and in the local copies.
 
     Args:
-        items: the parts of target tensors to fill, each with the ranks that have the part.
-        names: target tensor names, indexed by item key.
-        owner: returns the rank that has a given part of the source.
+        items: the shards of target tensors to fill, each with the ranks that hold the shard.
+        names: target tensor names; the key of an item is an index into this list.
+        owner: function that returns the rank that holds a given shard of the source.
         world: the ranks that take part.
-        bucket: bytes of an exchange bucket.
+        bucket: size in bytes of an exchange bucket (buffer).
     """
     capacity, rank = bucket // SHARES, world.rank
     split_items = [replace(item, max_range=_grain(capacity, len(item.target_ranks))) for item in items if item.size]
@@ -137,7 +142,9 @@ def _remote_bytes(item: Item, owner: Owner, rank: int) -> int:
 
 
 def _grain(capacity: int, target_ranks: int) -> int:
-    """Return the largest range size at which enough ranges for one round, sent to every receiver, fit `capacity`."""
+    """Return the largest range size for which enough ranges for one round, sent to every receiver, fit into
+    `capacity`.
+    """
     return min(
         RANGE_BYTES,
         max(
@@ -147,11 +154,12 @@ def _grain(capacity: int, target_ranks: int) -> int:
 
 
 def program(full_schedule: Schedule, names: frozenset[str] | None, exchange: BucketExchange) -> Program:
-    """Plan the transfer of the chosen tensors only, through fixed-size buckets; all ranks must call this together.
+    """Plan the transfer of the chosen tensors through buckets (buffers) of fixed size; all ranks must call this
+    function together.
 
     Args:
         full_schedule: the schedule of all tensors.
-        names: names of the chosen target tensors; None: all target tensors.
+        names: names of the chosen target tensors; None means all target tensors.
         exchange: object that sends the parcels through buckets.
     """
     part = full_schedule
@@ -166,12 +174,12 @@ def program(full_schedule: Schedule, names: frozenset[str] | None, exchange: Buc
 
 _GLOO, _NCCL = "gloo", "nccl"
 _BACKENDS = {_GLOO: ("cpu", "cuda"), _NCCL: ("cuda",)}
-"""Backend -> device types whose tensors it can send."""
+"""Backend of torch -> device types whose tensors the backend can send."""
 _TIMEOUT = 300
 SECRET = "TRANSAXLE_REFIT_SECRET"
-"""Environment variable with the secret that all jobs of a meeting share."""
+"""Environment variable with the secret that all jobs of a common group share."""
 _LEAST_LENGTH = 16
-"""Minimum length of a secret in characters; an eavesdropper could guess a shorter secret."""
+"""Smallest length of a secret in characters; an eavesdropper could guess a shorter secret."""
 _SECRET_COMMAND = 'python -c "import secrets; print(secrets.token_hex(32))"'
 _ALL_INTERFACES = frozenset({"0.0.0.0", "::"})
 """Addresses that mean all interfaces of a machine."""
@@ -186,26 +194,30 @@ def meet(
     backend: str | None = None,
     timeout: float = _TIMEOUT,
 ) -> dist.ProcessGroup:
-    """Form a process group with ranks of other jobs, outside each job's torch world; every such rank calls this.
+    """Form a process group that contains ranks of several jobs, and is separate from each job's default group; every
+    rank of the group calls this function.
 
         group = tx.refit.meet("10.0.0.7:29600", number=rank, size=4 + 2)         # a trainer of 4 ranks
         group = tx.refit.meet("10.0.0.7:29600", number=4 + rank, size=4 + 2)     # an engine of 2
 
     Args:
-        address: `HOST:PORT` on the machine of the group's rank 0, which listens there until all ranks have connected.
-        number: this rank's number in the group, from 0 to `size - 1`, different on every rank.
+        address: `HOST:PORT` on the machine of the group's rank 0, which listens at this address until all ranks have
+            connected.
+        number: this rank's number in the group, from 0 to `size - 1`, and different on every rank.
         size: number of ranks in the group.
         secret: a text of at least 16 characters that only the ranks of the group know. Each rank and rank 0 prove to
-            each other that they know the secret, without sending it. None: the value of TRANSAXLE_REFIT_SECRET.
-        backend: `gloo` or `nccl`, the same on all ranks; None: `nccl` if torch finds a GPU, else `gloo`.
-        timeout: seconds that a rank waits for other ranks, both here and in each later exchange. With gloo, ranks that
-            are communicating with a lost rank notice the loss at once; all others notice after this time.
+            each other that they know the secret, without sending it. None means the value of the environment variable
+            TRANSAXLE_REFIT_SECRET.
+        backend: `gloo` or `nccl`, the same on all ranks; None means `nccl` if torch finds a GPU, else `gloo`.
+        timeout: seconds that a rank waits for other ranks, in this function and in each later exchange. With gloo,
+            ranks that are communicating with a lost rank detect the loss immediately; all other ranks detect it after
+            this time.
 
     Raises:
-        TypeError, ValueError: an invalid argument, or no secret.
-        StorageError: IO if other ranks do not connect in time, or rank 0 cannot listen at the address.
-        Refused: UNSUPPORTED if the process that listens at the address has a different secret.
-        UsageError: AMBIGUOUS if ranks give different sizes or backends, or two ranks give the same number.
+        TypeError, ValueError: if an argument is invalid, or there is no secret.
+        StorageError: with code IO, if other ranks do not connect in time, or rank 0 cannot listen at the address.
+        Refused: with code UNSUPPORTED, if the process that listens at the address has a different secret.
+        UsageError: with code AMBIGUOUS, if ranks pass different sizes or backends, or two ranks pass the same number.
     """
     host, port = _read_address(address)
     size = read_count("size", size)
@@ -245,11 +257,12 @@ def _read_address(address: object) -> tuple[str, int]:
 
 
 def read_secret(secret_option: object) -> bytes:
-    """Return the secret of a meeting as bytes, from the argument or the environment; errors do not show the secret.
+    """Return the secret of a common group as bytes, from the argument or the environment; error messages never contain
+    it.
 
     Raises:
-        TypeError: the secret is not a str.
-        ValueError: neither argument nor environment has a secret, or the secret is too short.
+        TypeError: if the secret is not a str.
+        ValueError: if neither the argument nor the environment contains a secret, or the secret is too short.
     """
     if secret_option is not None and not isinstance(secret_option, str):
         raise TypeError(f"secret must be a text or None; got a {type(secret_option).__name__}")
@@ -266,14 +279,14 @@ def read_secret(secret_option: object) -> bytes:
 def _create_group(
     backend: str, store: SharedStore, place: tuple[int, int], patience: timedelta, *, host: str
 ) -> dist.ProcessGroup:
-    """Create the process group as `init_process_group` does, but without registering it as the default group.
+    """Create a process group as `init_process_group` does, but without registering it as the default group.
 
     Args:
         backend: `gloo` or `nccl`.
-        store: store through which the ranks exchange their addresses.
-        place: (this rank's number, number of ranks).
-        patience: timeout of every exchange.
-        host: address of this machine at which gloo listens; "": torch chooses an address.
+        store: the store through which the ranks exchange their addresses.
+        place: (this rank's number in the group, number of ranks in the group).
+        patience: the timeout of every exchange.
+        host: address of this machine at which gloo listens; "" means that torch chooses the address.
     """
     group = dist.ProcessGroup(store, *place)
     backend_group: Any
@@ -288,14 +301,16 @@ def _create_group(
     group._set_default_backend(backend_type)
     for device in _BACKENDS[backend]:
         group._register_backend(torch.device(device), backend_type, backend_group)
-    # torch looks up the backend of a group whose operation failed, and hides the failure if it finds no backend. And
-    # the store must live as long as the group.
+    # If an operation of a group fails, torch looks up the group's backend, and hides the failure if it finds no
+    # backend. In addition, the store must exist as long as the group.
     distributed_c10d._world.pg_map[group] = backend, store
     return group
 
 
 def _create_gloo(store: SharedStore, place: tuple[int, int], patience: timedelta, host: str) -> Any:
-    """Create the gloo backend of a group; it listens at `host`, unless GLOO_SOCKET_IFNAME names networks."""
+    """Create the gloo backend of a group. It listens at `host`, unless the environment variable GLOO_SOCKET_IFNAME
+    names networks.
+    """
     if not host or os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, *place, patience)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # exists, but undeclared

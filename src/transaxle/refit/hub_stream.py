@@ -1,11 +1,12 @@
-"""Stream of whole tensors under a dialect's names, assembled bucket by bucket from the parts on all ranks.
+"""A stream of whole tensors under a dialect's names; they are assembled, bucket by bucket, from the shards on all
+ranks.
 
-The stream is for engines that take whole tensors and shard them themselves. If the engine's sharding is known,
-`Refit` sends much less. `carry` moves the bytes: each rank packs and sends its parts, and copies received parts
-to where they belong.
+The stream is for inference engines that take whole tensors and shard them themselves. If the sharding of the engine is
+known, `Refit` sends much fewer bytes. The function `carry` moves the bytes: each rank packs and sends its shards, and
+copies received shards to their places.
 
-`VllmSource` gives the stream to the trainer engines that vLLM itself has, such as `nccl`, which broadcast every tensor
-to every worker. `VllmRefit` sends each worker only its own part.
+`VllmSource` passes the stream to the trainer engines that vLLM itself contains, such as `nccl`, which broadcast every
+tensor to every worker. `VllmRefit`, by contrast, sends each worker only its own shards.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ if TYPE_CHECKING:
 
 
 def carry(program: Program, source: SourceReader, target: TargetMemory, exchange: BucketExchange) -> None:
-    """Carry out a program: send this rank's parcels; receive and unpack parcels for its target. Collective.
+    """Execute a program: send this rank's parcels (blocks of bytes), and receive and unpack the parcels for its target.
+    All ranks must call this function.
 
     Raises:
-        StorageError: IO, if the connection to a rank is lost.
-        Exception: an error of this rank's source or target, raised on this rank only, after all exchanges.
+        StorageError: with code IO, if the connection to a rank is lost.
+        Exception: an error of this rank's source or target; it is raised on this rank only, after all exchanges.
     """
     rounds = program.schedule.rounds
 
@@ -76,7 +78,7 @@ def carry(program: Program, source: SourceReader, target: TargetMemory, exchange
         for _, spreading in hop.steps:
             target.lay(hop.key, spreading, buffer)
 
-    # An error of this rank must not end its collective calls, or the other ranks would wait for it.
+    # After an error, this rank continues with its collective calls, because the other ranks would wait for it.
     later = DeferredErrors()
     later(copy_own)()
     exchange.run(program.route, later(pack), later(take))
@@ -84,28 +86,28 @@ def carry(program: Program, source: SourceReader, target: TargetMemory, exchange
 
 
 _BUCKET = 64_000_000
-"""Size in bytes of each exchange bucket."""
+"""Size in bytes of each exchange bucket (buffer)."""
 _FORMAT = "safetensors:"
 Bucket = list[tuple[str, torch.Tensor]]
 """Pairs (tensor name, whole tensor) that are yielded together."""
 
 
 STREAMING = ("family", "dialect", "config", "rules", "dtype", "device")
-"""Keyword arguments of `named_tensors` that choose names and dtypes of the assembled tensors."""
+"""Keyword arguments of `named_tensors` that determine names and dtypes of the assembled tensors."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Plan of a stream; equal on all ranks, apart from `parts`."""
+    """The plan of a stream of tensors; it is equal on all ranks, except for `parts`."""
 
     planned: Sequence[PlannedTensor]
-    """The whole tensors to assemble, in order."""
+    """The whole tensors to assemble, in the order of the stream."""
     parts: Leaves
-    """This rank's parts of the source tensors."""
+    """This rank's shards of the source tensors."""
     sent_as: Mapping[str, str]
-    """Source tensor name -> safetensors dtype code to which the tensor is cast before it is sent."""
+    """Source tensor name -> safetensors code of the dtype to which the tensor is cast before it is sent."""
     replicas: Replicas
-    """Which ranks have copies of the same parts."""
+    """Which ranks hold copies of the same shards."""
 
 
 @suggests
@@ -123,31 +125,32 @@ def named_tensors(
     dtype: DType | None = None,
     device: Device | None = None,
 ) -> Iterator[Bucket]:
-    """Yield whole tensors under a dialect's names, bucket by bucket; all ranks must iterate to the end (collective).
+    """Yield whole tensors under a dialect's names, bucket by bucket; all ranks must iterate to the end, because every
+    step needs all ranks.
 
         for tensors in tx.refit.named_tensors(model, bucket="1GB"):
             engine.update_weights_from_tensor(tensors)
 
-    The tensors equal those that `tx.save(model, ..., to=to)` writes, byte for byte. The tensors have their own memory,
-    so changes to them do not change the model.
+    The tensors equal those that `tx.save(model, ..., to=to)` writes, byte for byte. The yielded tensors have their own
+    memory, so changes to them do not change the model.
 
     Args:
-        state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
+        state: a model under any parallelism, or a state dict whose values are tensors or DTensors.
         to: dialect of the yielded tensor names.
-        bucket: bytes of the tensors that are yielded together; a tensor larger than that is yielded alone.
-        on: ranks that get the tensors, while other ranks get empty buckets; None: all ranks.
-        group: ranks that have the state: a process group or a mesh of one dim; None: all ranks.
-        family: model family; None: recognised from config and names.
-        dialect: dialect of the model's tensor names; None: recognised from the names.
-        config: the model's config; None: the attribute `config` of the model, if it has one.
+        bucket: number of bytes of the tensors that are yielded together; a larger tensor is yielded alone.
+        on: ranks that get the tensors, while all other ranks get empty buckets; None means all ranks.
+        group: the ranks that hold the state, as a process group or a mesh with one dim; None means all ranks.
+        family: model family; None means that it is recognised from config and names.
+        dialect: dialect of the model's tensor names; None means that it is recognised from the names.
+        config: the model's config; None means the attribute `config` of the model, if it has one.
         rules: path of the user's own table of tensor names.
-        dtype: `bf16`, `fp16` or `fp32`: plain weights are cast to it before they are sent, except those that the table
-            marks as precise; None: no cast.
-        device: device of the yielded tensors; None: the device of the model's tensors.
+        dtype: `bf16`, `fp16` or `fp32`. Plain weights are cast to this dtype before they are sent, except those that
+            the table marks as precise. None means no cast.
+        device: device of the yielded tensors; None means the device of the model's tensors.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, listing every problem of every rank.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank, with every problem of every rank.
     """
     options = select(locals(), STREAMING)
     world = World(group)
@@ -162,11 +165,12 @@ def named_tensors(
 
 
 def read_streaming(options: Mapping[str, Any]) -> tuple[str | None, Settings]:
-    """Read the options listed in `STREAMING`; return the dtype to cast weights to, and the model's settings.
+    """Check the options listed in `STREAMING`; return the dtype to which weights are cast, and the settings of the
+    model.
 
     Raises:
-        TypeError: an option of a wrong type.
-        Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to; also errors of `settings`.
+        TypeError: if an option has the wrong type.
+        Refused: with code UNSUPPORTED, if parameters cannot be cast to `dtype`; also any error that `settings` raises.
     """
     dtype = read_float_type("dtype", options.get("dtype"))
     if dtype is not None:
@@ -180,16 +184,17 @@ def read_streaming(options: Mapping[str, Any]) -> tuple[str | None, Settings]:
 
 
 def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World) -> Stream:
-    """Gather the parts of all ranks, and plan how whole tensors are assembled from them; collective.
+    """Collect descriptions of the shards of all ranks, and plan how whole tensors are assembled from them; all ranks
+    must call this function.
 
     Args:
-        state: model or state dict of this rank.
+        state: the model or state dict of this rank.
         to: dialect of the yielded tensor names.
-        options: see `named_tensors`.
+        options: the keyword arguments of `named_tensors` listed in `STREAMING`.
         world: the ranks that take part.
 
     Raises:
-        TransaxleError: on every rank, listing every problem of every rank.
+        TransaxleError: raised on every rank, with every problem of every rank.
     """
     with world.together():
         dtype, model_settings = read_streaming(options)
@@ -224,20 +229,20 @@ def plan_stream(state: State, to: str, options: Mapping[str, Any], world: World)
 
 
 def _scales(source: Checkpoint) -> set[str]:
-    """Return the stored names of the codes and scales of all encoded tensors; these buffers are not cast."""
+    """Return the stored names of the codes and scales of all encoded tensors, because these buffers are not cast."""
     return {stored for encoded in source.catalog.encoded.values() for stored in encoded.parts.values()}
 
 
 def assemble(
     stream: Stream, target_ranks: tuple[int, ...], size: int, device: torch.device | None, world: World
 ) -> Iterator[Bucket]:
-    """Assemble the tensors of a stream, and yield them bucket by bucket; collective.
+    """Assemble the tensors of a stream, and yield them bucket by bucket; all ranks must iterate to the end.
 
     Args:
-        stream: the plan.
+        stream: the plan of the stream.
         target_ranks: ranks that get the tensors.
-        size: bytes of the tensors that are yielded together.
-        device: device of the yielded tensors; None: the device of the model's tensors.
+        size: number of bytes of the tensors that are yielded together.
+        device: device of the yielded tensors; None means the device of the model's tensors.
         world: the ranks that take part.
     """
     source, exchange = SourceReader(stream.parts, stream.sent_as), BucketExchange(world)
@@ -279,25 +284,26 @@ Named = tuple[str, torch.Tensor]
 
 
 class VllmSource:
-    """Makes a model a `WeightSource` of vLLM 0.32, for vLLM's trainer engines; all ranks must create and iterate it.
+    """Makes a model a `WeightSource` of vLLM 0.32, for the trainer engines of vLLM; all ranks must create it and
+    iterate over it.
 
         source = tx.refit.VllmSource(model, dtype="bf16")
         trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
     The source yields the tensors that `tx.save(model, ..., to=to)` would write. All ranks must iterate to the end, as
-    vLLM's engines do. The trainer's environment must have vLLM.
+    the engines of vLLM do. vLLM must be installed in the environment of the trainer.
 
     Args:
         state: a model under any parallelism, or a state dict.
         to: dialect of the yielded tensor names.
-        bucket: bytes of the tensors that are assembled together.
-        group: ranks that have the state: a process group or a mesh of one dim; None: all ranks.
+        bucket: number of bytes of the tensors that are assembled together.
+        group: the ranks that hold the state, as a process group or a mesh with one dim; None means all ranks.
 
-    The other arguments are those of `tx.refit.named_tensors`.
+    All other arguments are those of `tx.refit.named_tensors`.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, listing every problem of every rank.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank, with every problem of every rank.
     """
 
     @suggests
@@ -346,16 +352,16 @@ class VllmSource:
         return list(layerwise_groups([each.name for each in self.metadata()]))
 
     def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-        """Yield (names, tensors), one pair per layer; collective."""
+        """Yield (names, tensors), one pair per layer; all ranks must iterate to the end."""
         tensors = iter(self)
         for names in self.groups():
             yield names, [next(tensors)[1] for _ in names]
-        for _ in tensors:  # iterate to the end, as all ranks must
+        for _ in tensors:  # iterate to the end, because the other ranks need this rank for every step
             raise AssertionError("there are as many tensors as names")
 
 
 def _by_layer(planned: Sequence[PlannedTensor]) -> list[PlannedTensor]:
-    """Sort tensors by layer, in vLLM's order."""
+    """Sort tensors by layer, in the order of vLLM."""
     from vllm.distributed.weight_transfer.base import layerwise_groups
 
     by_name = {each.name: each for each in planned}

@@ -1,5 +1,5 @@
-"""Refit: sends live weights from a trainer into an inference engine, repeatedly. A refit is planned once; its pushes
-move bytes.
+"""Refit: sends live weights from a trainer into an inference engine, as often as the trainer wants. A refit is planned
+once; afterwards each push only moves bytes.
 """
 
 from __future__ import annotations
@@ -43,30 +43,32 @@ from transaxle.refit.hub_stream import carry
 from transaxle.torch_tensors import Ranks, local_of
 
 _SMALLEST_BUCKET = 1 << 20
-"""Smallest bucket in bytes."""
+"""Smallest size of an exchange bucket (buffer) in bytes."""
 _ANEW = "Make a new Refit when all ranks run again."
 Pause = Callable[[], AbstractContextManager[Any]]
-"""Function that returns a context manager, active while the target is written; see the option `pause` of `Refit`."""
+"""Function that returns a context manager, which is active while the target is written; see the option `pause` of
+`Refit`.
+"""
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """Result of a push on this rank."""
+    """The result of a push (a transfer of weights) on one rank."""
 
     version: int
-    """Number of pushes so far, including this one."""
+    """Number of pushes until now, including this push."""
     tensors: int
-    """Number of pushed target tensors of which this rank has a part."""
+    """Number of target tensors in this push of which this rank holds a shard."""
     bytes_needed: int
-    """Bytes of the pushed parts on this rank that only other ranks have."""
+    """Number of bytes of the pushed shards on this rank that only other ranks hold."""
     bytes_received: int
-    """Bytes received from other ranks."""
+    """Number of bytes that other ranks sent to this rank."""
     bytes_written: int
-    """Bytes written into the target on this rank."""
+    """Number of bytes written into the target on this rank."""
     buffers: int
-    """Bytes of memory in this rank's exchange buckets (at most two)."""
+    """Size in bytes of this rank's exchange buckets (at most two buffers)."""
     seconds: float
-    """Wall-clock seconds of the push."""
+    """Wall time of the push in seconds."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""
@@ -74,7 +76,8 @@ class RefitReport:
 
 
 class Refit:
-    """Copies live weights into other live tensors of any placement and dialect, repeatedly; creation is collective.
+    """Copies live weights into other live tensors of any placement and dialect, as often as needed; all ranks must
+    create this object together.
 
         refit = tx.Refit(trainer, {}, group)    # on the trainer's ranks
         refit.push()
@@ -83,30 +86,31 @@ class Refit:
         refit.pull()
 
     Args:
-        src_state: model or state dict to read; `{}` on a rank that has no part of the source.
-        dst_state: model or state dict to write; `{}` on a rank that has no part of the target.
-        group: ranks of both sides, a process group (`tx.refit.meet` makes one across two jobs) or a mesh of one dim;
-            None: all.
-        in_place: receive values directly in the target. This saves the memory of a second copy of this rank's part, but
-            a reader can see a mixture of old and new weights, and a failed push leaves such a mixture.
-        family: model family; None: recognised from config and names.
-        dialect: dialect of the target's tensor names; None: recognised from the names.
-        config: the model's config; None: the attribute `config` of the model, if it has one.
+        src_state: the model or state dict to read; `{}` on a rank that holds no shard of the source.
+        dst_state: the model or state dict to write; `{}` on a rank that holds no shard of the target.
+        group: the ranks of source and target, as a process group (`tx.refit.meet` makes one for two jobs) or a mesh
+            with one dim; None means all ranks.
+        in_place: whether to receive values directly in the target tensors. This saves the memory for a second copy of
+            this rank's shards. But readers can see a mixture of old and new weights, and a failed push leaves such a
+            mixture.
+        family: model family; None means that it is recognised from config and names.
+        dialect: dialect of the target's tensor names; None means that it is recognised from the names.
+        config: the model's config; None means the attribute `config` of the model, if it has one.
         rules: path of the user's own table of tensor names.
-        dtype: `bf16`, `fp16` or `fp32`: parameters of this dtype accept plain floating-point tensors of other dtypes,
-            which are cast before they are sent; None: other dtypes are refused.
-        strict: refuse tensor names that only source or target has, and differing configs; the second name of a tied
-            weight may be missing in one of the two.
-        bucket: size of an exchange bucket; each rank has two buckets.
-        adapter: for a peft model as source: `merged` sends the base weights with the active adapter merged in, as a
-            model without peft; `alone` sends only the adapter, under the names of its files; None: all tensors of the
-            model, under its own names.
-        pause: function called on ranks with a target; returns a context manager, active while the target is written,
-            such as one that stops inference requests.
+        dtype: `bf16`, `fp16` or `fp32`. Parameters of this dtype accept plain floating-point tensors of other dtypes,
+            which are cast before they are sent. None means that other dtypes are refused.
+        strict: whether to refuse tensor names that only source or target has, and configs that differ; the second name
+            of a tied weight may be missing in one of the two.
+        bucket: size of an exchange bucket (buffer); each rank has two of them.
+        adapter: how a peft model is sent. `merged` sends the base weights with the active adapter merged in, under the
+            names of a model without peft; `alone` sends only the adapter, under the names in its files. None means all
+            tensors of the model, under its own names.
+        pause: function that is called on ranks with a target, and returns a context manager. This is active while the
+            target is written, and may for example stop inference requests.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: on every rank, listing every problem of source and target.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank, with every problem of source and target.
     """
 
     @suggests
@@ -161,41 +165,45 @@ class Refit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all target tensors that receive values, on all ranks."""
+        """Names of all target tensors, on all ranks, that receive values."""
         return tuple(dict.fromkeys(self._plan.names))
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Tensor names that only the target has (with `strict=False`); these tensors are not written."""
+        """Names of tensors that only the target has (if `strict` is False); these tensors are not written."""
         return self._plan.match.missing
 
     @property
     def unexpected(self) -> tuple[str, ...]:
-        """Tensor names that only the source has (with `strict=False`), translated into the target's dialect."""
+        """Names of tensors that only the source has (if `strict` is False), translated into the target's dialect."""
         return self._plan.match.unexpected
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:
-        """Copy the source's current values into the target; every rank must call this or `pull` (collective).
+        """Copy the present values of the source into the target; every rank must call this method or `pull`.
 
-        First all ranks receive their values. Only if that succeeds on all ranks, each rank writes its target.
+        First all ranks receive their values. Each rank writes its target only after all ranks have received their
+        values.
 
         Args:
-            only: patterns of target tensor names to push; empty: all tensors.
-            skip: patterns of target tensor names to leave out, such as the names of frozen parameters.
+            only: patterns of target tensor names to push; no pattern means all tensors.
+            skip: patterns of target tensor names that are not pushed, such as the names of frozen parameters.
 
         Raises:
-            TypeError: an argument of a wrong type.
-            TransaxleError: on every rank; targets are unchanged, unless `in_place`. If a rank is lost just when
-                other ranks begin to write, `version` of each rank shows whether it has written.
+            TypeError: if an argument has the wrong type.
+            TransaxleError: raised on every rank; the targets are unchanged after an error, unless `in_place` is given.
+                If a rank is lost just when other ranks begin to write, `version` of each rank shows whether that rank
+                has written.
         """
         return self._move((read_patterns("only", only), read_patterns("skip", skip)))
 
     def pull(self) -> RefitReport:
-        """Take part in a push in which the ranks that call `push` choose the tensors; collective."""
+        """Take part in a push for which the ranks that call `push` choose the tensors; every rank must call this method
+        or `push`.
+        """
         return self._move(None)
 
     def close(self) -> None:
-        """Free the exchange buckets; a later push allocates new buckets."""
+        """Free the memory of the exchange buckets; a later push allocates new memory."""
         self._exchange.close()
         self._programs.clear()
 
@@ -235,7 +243,9 @@ class Refit:
         )
 
     def _choose_names(self, patterns: _Patterns | None) -> frozenset[str] | None:
-        """Return the target tensor names that the pushing ranks have chosen; None: all names. Collective."""
+        """Return the target tensor names that the pushing ranks have chosen; None means all names. All ranks must call
+        this method.
+        """
         world = self._world
         answers = world.gather((self._version, patterns))
         if len({version for version, _ in answers}) > 1:
@@ -253,13 +263,15 @@ class Refit:
         return self._chosen[only, skip]
 
     def _program(self, names: frozenset[str] | None) -> Program:
-        """Return the transfers for chosen tensor names; collective on the first call with these names."""
+        """Return the transfers for chosen tensor names; all ranks must call this method the first time these names are
+        chosen.
+        """
         if names not in self._programs:
             self._programs[names] = program(self._schedule, names, self._exchange)
         return self._programs[names]
 
     def _read(self, program: Program) -> tuple[_Endpoints, Leaves]:
-        """Look up this rank's current source and target tensors, and allocate memory for received values."""
+        """Find this rank's current source and target tensors, and allocate memory for the values to receive."""
         with self._world.together():
             source = source_leaves(self._states[0], self._adapter, values=True)
             target = target_leaves(self._states[1], self._adapter)
@@ -285,7 +297,7 @@ class Refit:
             return _Endpoints(SourceReader(source, plan.sent_as), memory, values, encoded), target
 
     def _receive(self, program: Program, endpoints: _Endpoints) -> Buffers:
-        """Exchange the values of all ranks; return the codes and scales encoded from the received values."""
+        """Exchange the values of all ranks; return the codes and scales that were encoded from the received values."""
         with self._world.together():
             carry(program, endpoints.source, endpoints.target, self._exchange)
         with self._world.together():
@@ -301,7 +313,7 @@ class Refit:
         return buffers
 
     def _stop_requests(self, stack: ExitStack, endpoints: _Endpoints) -> None:
-        """Enter the user's `pause` on ranks with a target; the pause ends when `stack` is closed."""
+        """Enter the context of the user's `pause` on ranks with a target; it is left when `stack` is closed."""
         with self._world.together():
             if self._pause is not None and endpoints.target:
                 stack.enter_context(self._pause())
@@ -324,20 +336,20 @@ class Refit:
 
 @dataclass(frozen=True)
 class _Endpoints:
-    """This rank's source and target in one push."""
+    """The source and the target of this rank in one push."""
 
     source: SourceReader
     """Reads the values that this rank sends."""
     target: TargetMemory
     """Receives values for this rank's target."""
     values: Mapping[str, torch.Tensor]
-    """Parameter name -> received values, for parameters that quantize new values once all have arrived."""
+    """Parameter name -> received values, for parameters that quantize their values when all values have arrived."""
     encoded: Mapping[str, torch.Tensor]
-    """Logical tensor name -> received values, for tensors that are encoded into the target's codes and scales."""
+    """Logical tensor name -> received values, for tensors that are encoded into the codes and scales of the target."""
 
 
 _Patterns = tuple[tuple[str, ...], tuple[str, ...]]
-"""(patterns of names to move, patterns of names to leave out)."""
+"""(patterns of tensor names to push, patterns of tensor names that are not pushed)."""
 
 
 def _read_refit_options(
@@ -349,11 +361,11 @@ def _read_refit_options(
     *,
     strict: bool,
 ) -> RefitOptions:
-    """Check the user's options, and collect them in one record.
+    """Check the user's options, and return them as one record.
 
     Raises:
-        TypeError: an option of a wrong type.
-        Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to.
+        TypeError: if an option has the wrong type.
+        Refused: with code UNSUPPORTED, if parameters cannot be cast to `dtype`.
     """
     cast_to = read_float_type("dtype", dtype)
     if cast_to is not None:
@@ -369,11 +381,11 @@ def _read_refit_options(
 
 
 def _read_bucket(bucket: Size) -> int:
-    """Read the option `bucket`; return the size in bytes.
+    """Parse the option `bucket`; return the size in bytes.
 
     Raises:
-        TypeError: the option is not a size.
-        ValueError: the size is less than 1 MiB.
+        TypeError: if the option is not a size.
+        ValueError: if the size is less than 1 MiB.
     """
     size = read_size("bucket", bucket)
     if size < _SMALLEST_BUCKET:

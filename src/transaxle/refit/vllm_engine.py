@@ -1,16 +1,17 @@
-"""Weight transfer engine that vLLM's workers call if `weight_transfer_config` names the backend `transaxle`.
+"""The weight transfer engine that vLLM's workers use if `weight_transfer_config` names the backend `transaxle`.
 
-The engine has the methods of vLLM's `WeightTransferEngine` (0.32) without inheriting from it. `update_weights` receives
-values in staging memory, beside the running model. Once all ranks of trainer and engines have received values, the
-trainer calls `finish_weight_update`, which copies the values into the model.
+The engine has the methods of vLLM's `WeightTransferEngine` (0.32), but does not inherit from this class. Its method
+`update_weights` receives values in staging memory, beside the running model. When all ranks of trainer and engines have
+received their values, the trainer calls `finish_weight_update`, which copies the values into the model.
 
-If one worker fails, all fail, but only the last worker raises the error: vLLM reads workers' answers in order, stops at
-the first error, and would mistake unread answers for answers to the next call.
+If one worker fails, all workers fail, but only the last worker raises the error. The reason is that vLLM reads the
+workers' answers in order, stops at the first error, and would take the unread answers for answers to the next call.
 
-`VllmWeights` knows of which tensor, and of which part, each worker parameter consists, and how values enter the running
-model. vLLM repacks parameters after loading: they may get another shape, be quantized, or exist only inside a kernel.
-vLLM's layer-wise reload remembers the shapes before repacking, and repacks new values into the same memory. The values
-of a push, already sharded, go through this reload, and so are processed as loaded values are.
+`VllmWeights` describes which region of which tensor each parameter of a worker is, and how new values enter the running
+model. vLLM repacks parameters after it has loaded them: they may get a different shape, be quantized, or exist only
+inside a kernel. vLLM's layer-wise reload stores the shapes before repacking, and repacks new values into the same
+memory. The values of a push, which are already sharded, pass through this reload, so they are processed in the same way
+as loaded values.
 """
 
 from __future__ import annotations
@@ -45,23 +46,24 @@ _WHOLE = "Push all parameters of a layer, or none of them."
 
 @dataclass(frozen=True)
 class Ranks:
-    """A worker's position among the tensor-parallel and expert-parallel ranks."""
+    """The position of a worker among the tensor-parallel and expert-parallel ranks."""
 
     tp: int
     """Number of tensor-parallel ranks."""
     tp_rank: int
     """This worker's tensor-parallel rank."""
     ep: int = 1
-    """Number of expert-parallel ranks; 1 if each rank has a part of every expert."""
+    """Number of expert-parallel ranks; 1 if each rank has a shard of every expert."""
     ep_rank: int = 0
     """This worker's expert-parallel rank."""
 
 
 class Staged(dict[str, torch.Tensor]):
-    """Parameter name -> staging tensor of a worker; between two updates these are meta tensors without memory.
+    """Parameter name -> staging tensor of a worker; between two updates, the staging tensors are meta tensors without
+    memory.
 
     Args:
-        config: config of vLLM's model, which is compared with the trainer's.
+        config: config of vLLM's model, which is compared with the trainer's config.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -70,7 +72,7 @@ class Staged(dict[str, torch.Tensor]):
 
 
 class _Config:
-    """A config with the method `to_dict()`, like the `config` of a transformers model."""
+    """A config object with the method `to_dict()`, like the `config` of a transformers model."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -84,21 +86,21 @@ class _Slot:
     """A parameter or buffer of one layer, with its shape and dtype before vLLM repacked it."""
 
     layer: nn.Module
-    """Layer that owns the parameter or buffer."""
+    """Layer that the parameter or buffer belongs to."""
     name: str
     """Attribute name of the parameter or buffer in the layer."""
     form: torch.Tensor
-    """Tensor with the original shape and dtype; a meta tensor, unless vLLM never repacks it."""
+    """Tensor with the shape and dtype before repacking; a meta tensor, unless vLLM never repacks the parameter."""
 
     @property
     def live(self) -> torch.Tensor | None:
-        """The tensor that the running model uses now; None if repacking has removed it."""
+        """The tensor that the running model uses now; None if repacking has removed the parameter."""
         tensor: torch.Tensor | None = getattr(self.layer, self.name, None)
         return tensor
 
 
 class VllmWeights:
-    """The parameters of a worker's model, described as parts of whole tensors, with staging memory for new values.
+    """The parameters of a worker's model, described as regions of whole tensors, with staging memory for new values.
 
     Args:
         model: vLLM's model on this worker.
@@ -107,7 +109,8 @@ class VllmWeights:
         device: device of the parameters.
 
     Raises:
-        TransaxleError: lists every parameter for which it is unknown which part of the model it is.
+        TransaxleError: one error that lists every parameter for which it is unknown to which region of the model it
+            belongs.
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any], ranks: Ranks, device: torch.device) -> None:
@@ -182,7 +185,9 @@ class VllmWeights:
         self.drop()
 
     def _values(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of each layer with a new value; unchanged ones are copied: vLLM reloads whole layers."""
+        """Return all tensors of each layer that has a new value. Tensors without a new value are copied, because vLLM
+        reloads whole layers.
+        """
         values: dict[str, torch.Tensor] = {name: tensor for name, tensor in self.staged.items() if not tensor.is_meta}
         values |= {twin: values[name] for twin, name in self._twins.items() if name in values}
         touched = {id(self._slots[name].layer) for name in values}
@@ -194,14 +199,15 @@ class VllmWeights:
 
 
 def split_layers(names: Iterable[str], chosen_names: Collection[str]) -> None:
-    """Refuse a choice that splits the parameters of a layer: vLLM repacks a layer as a whole.
+    """Refuse a choice of parameters that includes only some parameters of a layer, because vLLM repacks a layer as a
+    whole.
 
     Args:
         names: names of all parameters.
         chosen_names: names of the parameters to push.
 
     Raises:
-        Refused: UNSUPPORTED, if a layer would be split.
+        Refused: with code UNSUPPORTED, if only some parameters of a layer are chosen.
     """
     touched = {name.rpartition(".")[0] for name in chosen_names}
     missing = [name for name in names if name not in chosen_names and name.rpartition(".")[0] in touched]
@@ -211,7 +217,9 @@ def split_layers(names: Iterable[str], chosen_names: Collection[str]) -> None:
 
 
 def _names(layer: nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Return attribute name -> tensor that vLLM loads into a layer, with its shape and dtype before repacking."""
+    """Return attribute name -> tensor, for the tensors that vLLM loads into a layer, with shape and dtype before
+    repacking.
+    """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
@@ -229,7 +237,7 @@ def _find_slots(model: nn.Module) -> Iterator[tuple[str, _Slot]]:
 
 
 def _twins(slots: Mapping[str, _Slot], table_names: Collection[str]) -> dict[str, str]:
-    """Return, for tied parameters, name -> first name of the same tensor that the table of tensor names has."""
+    """Return, for tied parameters, name -> first name of the same tensor that the table of tensor names contains."""
     first: dict[int, str] = {}
     for name in table_names:
         if slots[name].live is not None:
@@ -238,17 +246,17 @@ def _twins(slots: Mapping[str, _Slot], table_names: Collection[str]) -> dict[str
 
 
 def _is_scale(slot: _Slot) -> bool:
-    """Tell whether a parameter is a scale of an attention layer's key-value cache, which no trainer has."""
+    """Return whether a parameter is a scale of an attention layer's key-value cache, which trainers do not have."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return bool(is_deferred_attention_layer(slot.layer))
 
 
 def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | None, ranks: Ranks) -> Part | None:
-    """Return which part of a whole tensor a worker's parameter is; None if the parameter is the whole tensor.
+    """Return which region of a whole tensor a worker's parameter is; None if the parameter is the whole tensor.
 
     Raises:
-        ValueError: the size of the parameter differs from the size of this part according to the table.
+        ValueError: if the parameter's size differs from the size of this region according to the table.
     """
     if part is None:
         return None
@@ -263,10 +271,10 @@ def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | Non
 
 
 def _prepares_experts(layer: nn.Module) -> bool:
-    """Tell whether vLLM packs a layer's experts while it creates their kernel, a step that its reload skips.
+    """Return whether vLLM packs a layer's experts when it creates their kernel, a step that vLLM's reload omits.
 
-    On a CPU this engine lets vLLM create the kernel again, as at the first load; on other devices it refuses such
-    layers.
+    On a CPU, this engine makes vLLM create the kernel again, as in the first load; on other devices such layers are
+    refused.
     """
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -280,7 +288,7 @@ def _prepares_experts(layer: nn.Module) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence vLLM's warnings about layers without new values, such as position tables, which need none."""
+    """Suppress vLLM's warnings about layers without new values, such as position tables, which need no new values."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -292,7 +300,9 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _load_shards(slots: Iterable[_Slot]) -> Iterator[None]:
-    """Inside the `with` block, let parameters load values that are already sharded; vLLM's loaders would shard them."""
+    """Inside the `with` block, make parameters accept values that are already sharded, because vLLM's loaders would
+    shard them.
+    """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     loaders = [(each.form, getattr(each.form, _LOADER, None)) for each in slots]
@@ -309,13 +319,14 @@ def _load_shards(slots: Iterable[_Slot]) -> Iterator[None]:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Refuse vLLM options that change a worker's weights in ways that cannot be refitted, such as LoRA or offloading.
+    """Refuse vLLM options that change a worker's weights in ways that a refit cannot handle, such as LoRA or
+    offloading.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
 
     Raises:
-        Refused: UNSUPPORTED, if such an option is set.
+        Refused: with code UNSUPPORTED, if such an option is set.
     """
     parallel = vllm_config.parallel_config
     offloads = getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0)
@@ -330,31 +341,33 @@ def check_config(vllm_config: Any) -> None:
 
 
 VERSION = 2
-"""Version of the messages between trainers and engines."""
+"""Version of the format of messages between trainers and engines."""
 _LOG = logging.getLogger("transaxle.vllm")
 _SAME = "Install the same version of transaxle in the trainer and in vLLM."
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Message with which a trainer invites an engine to meet; plain JSON."""
+    """Message in which a trainer invites an engine to join a common process group, as plain JSON."""
 
     version: int
-    """Version of the message format, `VERSION` of the sender."""
+    """Version of the message format, which is the sender's `VERSION`."""
     address: str
-    """`HOST:PORT` where all ranks meet; "": only check whether this engine can take weights."""
+    """`HOST:PORT` at which all ranks connect; "" means that the trainer only asks whether this engine can take
+    weights.
+    """
     first: int
-    """Rank of this engine's first worker in the common group."""
+    """Rank of this engine's first worker in the common process group."""
     size: int
-    """Number of ranks in the common group."""
+    """Number of ranks in the common process group."""
     backend: str
-    """Backend of the common group, `gloo` or `nccl`."""
+    """Backend of the common process group, `gloo` or `nccl`."""
     timeout: float
     """Seconds that each rank waits for other ranks."""
     secret: str = field(default="", repr=False)
     """Secret that each rank must prove that it knows."""
     dtype: str | None = None
-    """Option `dtype` of `Refit`; the following fields are options of `Refit` too."""
+    """Option `dtype` of `Refit`; the fields after this one are options of `Refit` too."""
     family: str | None = None
     strict: bool = True
     bucket: Size = "64MB"
@@ -365,19 +378,19 @@ class Meeting:
         return asdict(self)
 
 
-wire.tellable(Meeting)  # the trainer's first rank sends the meeting to its other ranks
+wire.tellable(Meeting)  # the trainer's first rank sends this invitation to its other ranks
 
 
 @dataclass(frozen=True)
 class Update:
-    """Message with which a trainer announces a push; plain JSON."""
+    """Message in which a trainer announces a push (a transfer of weights), as plain JSON."""
 
     only: list[str]
-    """Patterns of the parameter names to push; empty: all parameters."""
+    """Patterns of the parameter names to push; no pattern means all parameters."""
     skip: list[str]
-    """Patterns of the parameter names to leave out."""
+    """Patterns of the parameter names that are not pushed."""
     forget: bool
-    """Whether to receive nothing, and drop the values received so far."""
+    """Whether to receive nothing, and to discard the values received until now."""
 
 
 class VllmEngine:
@@ -403,18 +416,18 @@ class VllmEngine:
         self._complete = False
 
     def parse_init_info(self, init_dict: Mapping[str, Any]) -> Meeting:
-        """Read a trainer's invitation; `init_transfer_engine` refuses an invitation of another version."""
+        """Parse a trainer's invitation; `init_transfer_engine` refuses an invitation with a different version."""
         if init_dict.get("version") != VERSION:
             return Meeting(-1, "", 0, 0, "", 0)
         field_names = {each.name for each in fields(Meeting)}
         return Meeting(**{name: value for name, value in init_dict.items() if name in field_names})
 
     def parse_update_info(self, update_dict: Mapping[str, Any]) -> Update:
-        """Read a trainer's announcement of a push."""
+        """Parse a trainer's announcement of a push."""
         return Update(list(update_dict.get("only", ())), list(update_dict.get("skip", ())), "forget" in update_dict)
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
-        """Analyse the model's parameters; meet the trainer if the invitation has an address."""
+        """Analyse the model's parameters; if the invitation contains an address, connect to the trainer."""
 
         def begin() -> None:
             if init_info.version != VERSION:
@@ -443,7 +456,7 @@ class VllmEngine:
             backend=meeting.backend,
             timeout=meeting.timeout,
         )
-        assert self._weights is not None  # `init_transfer_engine` has set it
+        assert self._weights is not None  # `init_transfer_engine` has set this attribute
         self._world = World(group)
         self._world.gather((number - meeting.first, self._open))
         self._refit = Refit(
@@ -453,20 +466,20 @@ class VllmEngine:
         )  # fmt: skip
 
     def set_weight_update_target(self, *_: object) -> None:
-        """Refuse: only the main model can be updated, as `supports_draft_weight_update` says."""
+        """Refuse the call: only the main model can be updated, as `supports_draft_weight_update` shows."""
         raise RuntimeError("the backend transaxle updates no draft model")
 
     def reset_weight_update_target(self) -> None:
-        """Do nothing: the main model is the only target."""
+        """Do nothing, because the main model is the only target."""
 
     def start_weight_update(self) -> None:
-        """Begin an update; values left by an earlier update are dropped."""
+        """Begin an update; values that an earlier update has left are discarded."""
         self._open, self._complete = True, False
         if self._weights is not None:
             self._weights.drop()
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Receive the trainer's values; an error is raised in the trainer, not in the worker."""
+        """Receive the values that the trainer sends; an error is raised in the trainer instead of the worker."""
         info = self.parse_update_info(update_info)
         self._complete = not info.forget and self._as_one(lambda: self._receive(info), silent=True)
 
@@ -483,7 +496,7 @@ class VllmEngine:
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Copy the received values into the running model, if the update is complete; otherwise drop the values."""
+        """Copy the received values into the running model if the update is complete; otherwise discard the values."""
         complete, self._open, self._complete = self._complete, False, False
         weights = self._weights
         if weights is None:
@@ -493,10 +506,10 @@ class VllmEngine:
         weights.drop()
 
     def drain_pending(self) -> None:
-        """Do nothing: no work is pending after `finish_weight_update`."""
+        """Do nothing, because no work is pending after `finish_weight_update`."""
 
     def shutdown(self) -> None:
-        """Leave the common group; the model keeps its weights."""
+        """Leave the common process group; the model keeps its weights."""
         if self._refit is not None:
             self._refit.close()
         if self._weights is not None:
@@ -507,11 +520,11 @@ class VllmEngine:
         """Run an action on every worker; return whether the action succeeded on all workers.
 
         Args:
-            action: called on this worker.
-            silent: only log errors, without raising them.
+            action: function that is called on this worker.
+            silent: whether errors are only logged and not raised.
 
         Raises:
-            RuntimeError: on the last worker, if the action has failed on any worker.
+            RuntimeError: raised on the last worker, if the action has failed on any worker.
         """
         failure = ""
         try:
@@ -532,7 +545,7 @@ class VllmEngine:
 
 
 def _ranks(parallel: Any) -> Ranks:
-    """Return this worker's parallel ranks."""
+    """Return the parallel ranks of this worker."""
     from vllm.distributed.parallel_state import get_ep_group, get_tp_group
 
     tp = get_tp_group()

@@ -1,6 +1,6 @@
-"""The trainer's side of the vLLM plugin: connects to running engines, and pushes the trainer's weights into them.
+"""The trainer's side of the vLLM plugin: it connects to running engines, and pushes the trainer's weights into them.
 
-A trainer controls an engine over HTTP, through an `LLM` object in this process, or through a client object with the
+A trainer controls an engine over HTTP, or through an `LLM` object in this process, or through a client object with the
 methods of vLLM's `VLLMWeightSyncClient`.
 """
 
@@ -49,18 +49,18 @@ from transaxle.torch_tensors import Ranks
 _LOCAL = "127.0.0.1"
 _PORTS = {"http": 80, "https": 443}
 _LONGEST_ANSWER = 1 << 20
-"""Maximum bytes of an engine's answer; vLLM's answers have a few hundred."""
+"""Largest number of bytes of an engine's answer; the answers of vLLM have a few hundred bytes."""
 _SHOWN_CHARACTERS = 2000
-"""Number of characters of an engine's answer that an error shows."""
+"""Largest number of characters of an engine's answer that an error shows."""
 _MOST_WORKERS = 1 << 20
-"""Largest accepted number of workers of an engine."""
+"""Largest number of workers that an engine may have."""
 _CHECK_SERVER = "Is it there, and was it started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config?"
 _FINISH = "Let requests finish before you push, or use a server, which stops them by itself."
 Payload = Mapping[str, Any]
 
 
 class Control(Protocol):
-    """Controls one engine on behalf of a trainer."""
+    """Controls one engine for a trainer."""
 
     def workers(self) -> int:
         """Return the number of the engine's workers."""
@@ -69,34 +69,35 @@ class Control(Protocol):
         """Return an address of this machine that the engine can reach."""
 
     def init(self, info: Payload) -> None:
-        """Send the fields of a `Meeting` to the engine."""
+        """Send the fields of a `Meeting` (invitation to a common process group) to the engine."""
 
     def pause(self) -> None:
-        """Wait until running requests have finished, and hold back new requests."""
+        """Wait until the engine's running requests have finished, and hold back new requests."""
 
     def start(self) -> None:
-        """Begin an update."""
+        """Begin an update of the engine's weights."""
 
     def update(self, info: Payload) -> None:
         """Send the fields of an `Update` to the engine; return when the engine has received all values."""
 
     def finish(self, version: str | None) -> None:
-        """End the update: the engine's model gets the received values, if all have arrived."""
+        """End the update: if all values have arrived, they are copied into the engine's model."""
 
     def resume(self) -> None:
-        """Clear caches computed with older weights, and serve requests again."""
+        """Clear caches that were computed with older weights, and serve requests again."""
 
 
 class _Server:
-    """Controls a server (`vllm serve`) over HTTP. Errors hide secrets in the URL and the meeting's secret.
+    """Controls a server (`vllm serve`) over HTTP. Error messages contain neither secrets in the URL nor the secret of
+    the common process group.
 
     Args:
-        url: address of the server; a user and password in it are sent as HTTP basic authentication.
+        url: address of the server; user and password in it are sent as HTTP basic authentication.
         timeout: seconds within which the server must answer.
 
     Raises:
-        ValueError: `url` is not an HTTP URL.
-        Refused: UNSUPPORTED if httpx is not installed.
+        ValueError: if `url` is not an HTTP URL.
+        Refused: with code UNSUPPORTED, if httpx is not installed.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -131,14 +132,16 @@ class _Server:
         self._secrets = {each for each in forms if each} if parsed.userinfo else set[str]()
 
     def _ask(self, path: str, payload: Payload | None = None, *, post: bool = True) -> Mapping[str, Any]:
-        """Send a request, and return the answer's JSON object; {} if the answer is JSON but no object."""
+        """Send a request, and return the JSON object in the answer; return {} if the answer is JSON but not an
+        object.
+        """
         import httpx
 
         content = json.dumps(payload).encode() if payload is not None else b""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "transaxle"}
         address = f"{self._url}/{path}".partition("?")[0]
         body = bytearray()
-        # ignore the environment's proxies and .netrc: the request must reach the server directly
+        # proxies and .netrc of the environment are ignored, because the request must reach the server directly
         client_options: dict[str, Any] = {
             "timeout": self._timeout,
             "trust_env": False,
@@ -183,7 +186,7 @@ class _Server:
         return answer if isinstance(answer, dict) else {}
 
     def _harmless(self, text: str) -> str:
-        """Return a text without secrets and control characters, cut to a readable length."""
+        """Return a text without secrets and control characters, shortened to a readable length."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, "…")
         return "\n".join(harmless(line) for line in text[:_SHOWN_CHARACTERS].splitlines() if line.strip())
@@ -267,10 +270,10 @@ class _Local:
 class _Client:
     """Controls an engine through a client with the four methods of vLLM's `VLLMWeightSyncClient`.
 
-    The user must stop requests, because the client cannot.
+    The user must stop requests, because such a client cannot stop them.
 
     Args:
-        client: the client.
+        client: the client object.
         workers: number of the engine's workers.
     """
 
@@ -309,17 +312,17 @@ class _Client:
 
 
 def control(engine: object, workers: int | None, timeout: float) -> Control:
-    """Return the `Control` that fits the type of an engine.
+    """Return the `Control` for an engine, according to the type of the argument.
 
     Args:
         engine: URL of a server, an `LLM` object, or a client object.
-        workers: number of vLLM workers behind a client; None: not given.
+        workers: number of vLLM workers behind a client; None means that it was not given.
         timeout: seconds within which a server must answer.
 
     Raises:
-        TypeError: `engine` is neither a URL nor an `LLM` nor a client.
-        ValueError: `engine` is a str, but not an HTTP URL.
-        Refused: UNSUPPORTED if httpx is not installed.
+        TypeError: if `engine` is neither a URL nor an `LLM` nor a client.
+        ValueError: if `engine` is a str, but not an HTTP URL.
+        Refused: with code UNSUPPORTED, if httpx is not installed.
     """
     if isinstance(engine, str):
         return _Server(engine, timeout)
@@ -341,35 +344,37 @@ _ANEW = "Make a new VllmRefit; the engine serves the weights it had."
 _OPTIONS = (
     "family", "config", "dtype", "strict", "bucket", "adapter", "backend", "workers", "timeout", "pause",
 )  # fmt: skip
-"""Keyword arguments of `VllmRefit` that say how weights are sent."""
+"""Keyword arguments of `VllmRefit` that determine how weights are sent."""
 
 
 class VllmRefit:
-    """Pushes a trainer's weights into running vLLM engines, repeatedly; collective on the trainer's ranks.
+    """Pushes a trainer's weights into running vLLM engines, as often as needed; all ranks of the trainer must create
+    this object together.
 
         refit = tx.refit.VllmRefit(model, "http://10.0.0.8:8000", dtype="bf16")
         refit.push()
 
-    Start the engines with `weight_transfer_config={"backend": "transaxle"}`, in an environment that has Transaxle.
-    Requests in flight finish with the old weights; later requests wait for the new weights.
+    Start the engines with `weight_transfer_config={"backend": "transaxle"}`, in an environment in which Transaxle is
+    installed. Requests that are running finish with the old weights; later requests wait for the new weights.
 
     Args:
         src_state: the trainer's model or state dict.
-        engine: URL of a server (`vllm serve` with `VLLM_SERVER_DEV_MODE=1`), an `LLM`, a client with the four methods
-            of vLLM's `VLLMWeightSyncClient`; or a list of these. Only the first rank's value is used.
-        group: the trainer's ranks; None: all ranks of the job.
-        address: `HOST:PORT` at which the first rank waits for the engines; None: chosen automatically.
-        family: as in `Refit`; so are `config`, `dtype`, `strict` and `bucket`.
-        adapter: `merged`: send the base weights of a peft model with its active adapter merged in.
-        backend: `gloo` or `nccl`; None: `nccl` if torch finds a GPU, else `gloo`.
-        workers: number of vLLM workers behind a client; not needed for a URL or an `LLM`.
+        engine: URL of a server (`vllm serve` with `VLLM_SERVER_DEV_MODE=1`), an `LLM`, or a client with the four
+            methods of vLLM's `VLLMWeightSyncClient`; or a list of such engines. Only the value on the first rank is
+            used.
+        group: the trainer's ranks; None means all ranks of the job.
+        address: `HOST:PORT` at which the first rank waits for the engines; None means that it is chosen automatically.
+        family: as in `Refit`; the same applies to `config`, `dtype`, `strict` and `bucket`.
+        adapter: `merged` sends the base weights of a peft model with its active adapter merged in.
+        backend: `gloo` or `nccl`; None means `nccl` if torch finds a GPU, else `gloo`.
+        workers: number of vLLM workers behind a client; it is not needed for a URL or an `LLM`.
         timeout: seconds that trainer and engines wait for each other.
-        pause: function that returns a context manager, active on the first rank while engines switch weights; None:
-            servers hold back requests, and an `LLM` must have no running requests.
+        pause: function that returns a context manager, which is active on the first rank while engines change to new
+            weights. None means that servers hold back requests, and that an `LLM` must have no running requests.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: on every rank of the trainer; the engines log the same error.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank of the trainer; the engines log the same error.
     """
 
     @suggests
@@ -398,7 +403,7 @@ class VllmRefit:
             self._engines = _Engines(engine if trainers.rank == trainers.ranks[0] else [], options)
             meeting = self._engines.prepare(address, trainers.size, _invitation(options))
         meeting = trainers.gather(meeting)[0]
-        assert meeting is not None  # the first rank always has one
+        assert meeting is not None  # the first rank always has at least one engine
         number = trainers.ranks.index(trainers.rank)
         with self._while_engines(lambda control, first: control.init(replace(meeting, first=first).as_json())):
             group = meet(
@@ -413,7 +418,7 @@ class VllmRefit:
 
     @property
     def version(self) -> int:
-        """Number of completed pushes; vLLM reports it as `weight_version`."""
+        """Number of completed pushes, which vLLM reports as `weight_version`."""
         return self._refit.version
 
     @property
@@ -422,15 +427,16 @@ class VllmRefit:
         return self._refit.names
 
     def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:
-        """Push the trainer's current weights into the engines; collective on the trainer's ranks.
+        """Push the trainer's present weights into the engines; all ranks of the trainer must call this method.
 
         Args:
-            only: patterns of vLLM's parameter names to push, which must choose whole layers; empty: all parameters.
-            skip: patterns of vLLM's parameter names to leave out.
+            only: patterns of vLLM's parameter names to push, which must match whole layers; no pattern means all
+                parameters.
+            skip: patterns of vLLM's parameter names that are not pushed.
 
         Raises:
-            TypeError: an argument of a wrong type.
-            TransaxleError: on every rank. Engines that still run serve their old weights.
+            TypeError: if an argument has the wrong type.
+            TransaxleError: raised on every rank. After an error, the engines that still run serve their old weights.
         """
         only_patterns, skip_patterns = read_patterns("only", only), read_patterns("skip", skip)
         if self._lost:
@@ -456,7 +462,7 @@ class VllmRefit:
         return report
 
     def close(self) -> None:
-        """Free the exchange buckets; for a later push make a new `VllmRefit`."""
+        """Free the memory of the exchange buckets; for a later push, make a new `VllmRefit`."""
         self._refit.close()
         self._lost = "it was closed"
 
@@ -481,11 +487,11 @@ class VllmRefit:
 
 
 class _Engines:
-    """Controls all engines from the trainer's first rank; on other ranks the list of engines is empty.
+    """Controls all engines from the first rank of the trainer; on all other ranks, the list of engines is empty.
 
     Args:
         engine: one engine, or a list of engines.
-        options: `workers`, `timeout` and `pause` of `VllmRefit`.
+        options: the options `workers`, `timeout` and `pause` of `VllmRefit`.
     """
 
     def __init__(self, engine: object, options: Mapping[str, Any]) -> None:
@@ -499,18 +505,20 @@ class _Engines:
         self._open: set[Control] = set()
 
     def note_open(self, open_by_rank: Sequence[bool]) -> None:
-        """Remember which engines have an unfinished update of a lost trainer.
+        """Record which engines have an unfinished update from a trainer that was lost.
 
         Args:
-            open_by_rank: for each rank of the common group, whether its engine has an unfinished update.
+            open_by_rank: for each rank of the common process group, whether its engine has an unfinished update.
         """
-        # The rank after the last of each engine; empty on ranks that control no engine.
+        # For each engine, the rank after its last rank; empty on ranks that control no engine.
         ends = [*self._firsts[1:], len(open_by_rank)][: len(self._firsts)]
         spans = zip(self._controls, self._firsts, ends, strict=True)
         self._open = {each for each, first, last in spans if any(open_by_rank[first:last])}
 
     def prepare(self, address: str | None, trainers: int, invitation: Meeting) -> Meeting | None:
-        """Check that all engines can take weights; return the complete invitation, None if this rank has no engines."""
+        """Check that all engines can take weights; return the complete invitation, or None if this rank controls no
+        engines.
+        """
         if not self._controls:
             return None
         size = trainers
@@ -525,11 +533,11 @@ class _Engines:
     def begin(
         self, action: Callable[[Control, int], None], only: Container[Control] | None = None
     ) -> list[Future[None]]:
-        """Start an action on several engines at once; return one future per engine.
+        """Start an action on several engines at the same time; return one future per engine.
 
         Args:
-            action: function called in a thread with an engine's control and the rank of the engine's first worker.
-            only: controls of the engines to use; None: all engines.
+            action: function called in a thread, with the engine's `Control` and the rank of the engine's first worker.
+            only: `Control`s of the engines to use; None means all engines.
         """
 
         def run(control: Control, first: int) -> None:
@@ -548,14 +556,16 @@ class _Engines:
         return [self._pool.submit(run, control, first) for control, first in engines if only is None or control in only]
 
     def each(self, action: Callable[[Control, int], None], only: Container[Control] | None = None) -> None:
-        """Run an action on several engines at once, and wait for all of them; arguments as in `begin`."""
+        """Run an action on several engines at the same time, and wait for all of them; the arguments are those of
+        `begin`.
+        """
         futures = self.begin(action, only)
         wait(futures)
         for future in futures:
             future.result()
 
     def start(self) -> None:
-        """Begin an update on all engines; abandon an update that a lost trainer has left unfinished."""
+        """Begin an update on all engines; an unfinished update from a trainer that was lost is ended first."""
         self.abandon()
 
         def begin(control: Control, _: int) -> None:
@@ -565,17 +575,18 @@ class _Engines:
         self.each(begin)
 
     def switch(self, version: str) -> None:
-        """Let the engines switch to the received values while no requests are served."""
+        """Make the engines change to the received values while no requests are served."""
 
         def finish(control: Control, _: int) -> None:
-            self._open.discard(control)  # even if `finish` fails, which leaves that engine's model in an unknown state
+            # done even if `finish` fails, which leaves the model of that engine in an unknown state
+            self._open.discard(control)
             control.finish(version)
 
         with self._pause_requests():
             self.each(finish)
 
     def abandon(self) -> None:
-        """End a failed update; engines that still run keep their old weights."""
+        """End a failed update; the engines that still run keep their old weights."""
         for action in (lambda control, _: control.update({"forget": True}), lambda control, _: control.finish(None)):
             with suppress(TransaxleError):
                 self.each(action, self._open)
@@ -591,17 +602,17 @@ class _Engines:
             self.each(lambda control, _: control.pause())
             yield
         except BaseException:
-            with suppress(TransaxleError):  # the first error is reported, not this one
+            with suppress(TransaxleError):  # the first error is reported, instead of this error
                 self.each(lambda control, _: control.resume())
             raise
         self.each(lambda control, _: control.resume())
 
 
 def _invitation(options: Mapping[str, Any]) -> Meeting:
-    """Return the trainer's invitation to the engines, without address, size and secret.
+    """Return the trainer's invitation to the engines, still without address, size and secret.
 
     Raises:
-        TypeError, ValueError: an invalid option.
+        TypeError, ValueError: if an option is invalid.
     """
     read_config(options["config"])
     adapter = read_adapter(options["adapter"])
@@ -620,13 +631,13 @@ def _invitation(options: Mapping[str, Any]) -> Meeting:
 
 
 def _of_refit(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments for the trainer's `Refit`."""
+    """Return the keyword arguments for the `Refit` on the trainer's ranks."""
     refit_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
     return {"in_place": True, "dialect": DIALECT, **refit_options}
 
 
 def _address(host: str) -> str:
-    """Return `HOST:PORT` with a port that is free now."""
+    """Return `HOST:PORT` with a port that no program uses now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.bind((host, 0))
         return f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"

@@ -1,1 +1,3 @@
-"""Reports: self-contained HTML pages about checkpoints, plans, conversions, differences and shardings."""
+"""Reports: self-contained HTML pages about checkpoints, plans, conversions, differences and shardings of live
+models.
+"""

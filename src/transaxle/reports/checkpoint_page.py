@@ -1,8 +1,8 @@
-"""Report page of a checkpoint: where its bytes are, its layout in the notation, and anything unusual about it.
+"""The report page of a checkpoint: where its bytes are, how its tensors are laid out, and anything unusual about it.
 
-`layout_rows` puts the tensors into few rows. A row stands for tensors whose names differ only in indices, such as layer
-and expert, with every combination of these indices. 70,000 tensors make some twenty rows; the treemap is drawn from
-these rows. `find_unusual` lists what a reader should look at first.
+`layout_rows` groups the tensors into a few rows. A row represents tensors whose names differ only in indices, such as
+layer and expert, with every combination of these indices. 70,000 tensors make about twenty rows. The treemap is drawn
+from these rows. `find_unusual` lists what a reader of the page should look at first.
 """
 
 from __future__ import annotations
@@ -35,52 +35,56 @@ Kind = Literal["table", "ignored", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class RowKey:
-    """Properties that all tensors of a row share."""
+    """The properties that all tensors of a row have in common."""
 
     kind: Kind
-    """`table`: a table line reads the tensors; `ignored`: the table lists them as no weights; `unknown`: neither."""
+    """`table` if a table line describes the tensors; `ignored` if the table lists them as tensors that are no weights;
+    `unknown` otherwise.
+    """
     rule: str
-    """Table line of the tensors; for tensors outside the table their name, with `*` for indices."""
+    """Table line of the tensors; for tensors outside the table, their name with `*` instead of indices."""
     component: str
-    """Names of the logical tensors in each tensor; for tensors outside the table the same as `rule`."""
+    """Names of the logical tensors in each tensor; for tensors outside the table, the same text as `rule`."""
     slot: str
     """Name of the optimizer state, such as `exp_avg`; empty for weights."""
     role: str
-    """Role (codes, scales, …) of the buffer in its encoded tensor; empty for plain tensors."""
+    """Role (codes, scales, …) of the buffer in its encoded tensor; empty for a plain tensor."""
     encoding: str
-    """Name of the encoding; empty for plain tensors."""
+    """Name of the encoding; empty for a plain tensor."""
     axes: tuple[str, ...]
-    """Axis of each index in the names; for tensors outside the table empty texts."""
+    """For each index in the names, its axis; for tensors outside the table, an empty text."""
     dtype: str
-    """Safetensors code of the dtype."""
+    """Safetensors code of the tensors' dtype."""
     shape: tuple[int, ...]
-    """Shape of each tensor in logical elements (unpacked)."""
+    """Shape of each tensor, counted in logical (unpacked) elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRow:
-    """Tensors whose names differ only in indices, and that are alike in all else."""
+    """Tensors whose names differ only in indices, and that are alike in all other properties."""
 
     key: RowKey
     """Properties that all tensors of the row share."""
     sets: Indices
-    """Indices along each axis; the row has a tensor for every combination."""
+    """For each axis, the indices that occur; the row has a tensor for every combination of indices."""
     count: int
-    """Number of tensors."""
+    """Number of tensors in the row."""
     bytes: int
-    """Bytes of all tensors together."""
+    """Total bytes of all tensors in the row."""
     example: str
-    """Stored name of the first tensor."""
+    """Stored name of the first tensor in the row."""
     misfit: str = ""
-    """How the tensors' shape differs from the one that table and config give; empty if the shapes agree."""
+    """How the shape of the tensors differs from the shape that follows from table and config; empty if the shapes
+    agree.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Table line, logical tensors and indices of one stored tensor."""
+    """The table line, logical tensors and indices of one stored tensor."""
 
     line: int
-    """Number of the table line, in the order of the table."""
+    """Index of the table line, in the order of the table."""
     rule: str
     component: str
     slot: str
@@ -91,10 +95,11 @@ class _Place:
 
 
 def layout_rows(checkpoint: Checkpoint) -> list[LayoutRow]:
-    """Return rows for all stored tensors: first tensors in the table, in table order, then all other tensors.
+    """Return rows for all stored tensors: first the tensors in the table, in the order of the table, then all other
+    tensors.
 
     Args:
-        checkpoint: the checkpoint as stored.
+        checkpoint: the checkpoint in its stored dialect.
     """
     places = _places(checkpoint) if checkpoint.family is not None else {}
     groups: dict[tuple[int, RowKey], dict[Position, str]] = defaultdict(dict)
@@ -121,7 +126,9 @@ def _first(sets: Indices) -> Position:
 
 
 def _misfit(checkpoint: Checkpoint, line: int, key: RowKey, index: Position) -> str:
-    """Return why a conversion would refuse the shape of a row's first tensor; empty if the shape is accepted."""
+    """Return the reason why a conversion would refuse the shape of a row's first tensor; return "" if the shape is
+    accepted.
+    """
     if key.slot != WEIGHT or key.encoding:
         return ""
     expression = checkpoint.bound.dialect.lines[line].expression
@@ -140,7 +147,7 @@ def _row(checkpoint: Checkpoint, key: RowKey, sets: Indices, example: str, misfi
 
 
 def _places(checkpoint: Checkpoint) -> dict[str, _Place]:
-    """Return stored name -> place in the table, for all tensors that the table reads."""
+    """Return stored tensor name -> place in the table, for all tensors that the table describes."""
     bound, encoded = checkpoint.bound, checkpoint.encoded
     numbers = {line: number for number, line in enumerate(bound.dialect.lines)}
     places: dict[str, _Place] = {}
@@ -162,7 +169,7 @@ def _parts(group: EncodedTensor | None) -> Iterator[tuple[Role, str]]:
 
 
 def _other_rows(checkpoint: Checkpoint, names: list[str]) -> Iterator[LayoutRow]:
-    """Yield rows of tensors that no table line reads; the numbers in their names are the indices."""
+    """Yield rows of tensors that no table line describes; the numbers in their names are their indices."""
     ignored = frozenset(checkpoint.bound.ignored) if checkpoint.family is not None else frozenset()
     kinds: Mapping[bool, Kind] = {True: "ignored", False: "unknown"}
     keys = [(kinds[name in ignored], checkpoint[name].dtype, checkpoint[name].shape) for name in names]
@@ -186,16 +193,16 @@ _SEARCHED = (
 )
 _NO_VALUES = "Values were not read; --values (values=True) looks for NaN and infinite ones."
 _MOST_NOTICES = 30
-"""Maximum number of notices that are shown."""
+"""Largest number of notices that the page shows."""
 _LARGE_FACTOR = 2
-"""A file is unusual if it is larger than the median file by this factor."""
+"""A file is unusual if it is larger than the median file by at least this factor."""
 _FEW = 3
-"""Number of listed values of a property; also the number of files up to which no file counts as unusual."""
+"""Number of values of a property that are listed; also the largest number of files for which no file is unusual."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One unusual finding."""
+    """One unusual finding about a checkpoint."""
 
     title: str
     """The finding in a few words."""
@@ -214,12 +221,12 @@ def find_unusual(
     tensor_bytes: Mapping[str, int],
     values: CheckpointValues | None = None,
 ) -> list[Notice]:
-    """Return notices about unusual things in a checkpoint; NaN and infinite values come first.
+    """Return notices about unusual things in a checkpoint; notices of NaN and infinite values come first.
 
     Args:
-        facts: facts about the checkpoint, see `checkpoint_facts`.
-        rows: the checkpoint's tensors as rows.
-        tensor_bytes: file -> bytes of tensors in it.
+        facts: facts about the checkpoint; see `checkpoint_facts`.
+        rows: the checkpoint's tensors as rows of the layout.
+        tensor_bytes: file -> bytes of the tensors in the file.
         values: statistics of the values, if they were measured.
     """
     of_values = [] if values is None else _value_notices(values)
@@ -313,7 +320,9 @@ def _rule_notices(rows: Sequence[LayoutRow]) -> Iterator[Notice]:
 
 
 def _difference_notice(properties: str, name: str, valued: Sequence[tuple[str, LayoutRow]]) -> Iterator[Notice]:
-    """Yield a notice if rows of a table line differ in a property: number of tensors per value, and an example."""
+    """Yield a notice if rows of one table line differ in a property; it contains the number of tensors per value, and
+    an example.
+    """
     count: Counter[str] = Counter()
     for value, row in valued:
         count[value] += row.count
@@ -325,28 +334,28 @@ def _difference_notice(properties: str, name: str, valued: Sequence[tuple[str, L
 
 
 _LONGEST_VALUE = 2000
-"""Maximum length of a shown value of the config or metadata, in characters."""
+"""Largest length, in characters, of a shown value of the config or metadata."""
 _FACTS = (
     "format", "family", "dialect", "prefix", "names", "read", "tensors", "parameters", "bytes", "dtypes", "encodings",
     "axes",
 )  # fmt: skip
-"""Keys of `transaxle info --json` that are also embedded in the page, for programs that read the page."""
+"""Keys of the output of `transaxle info --json` that are also embedded in the page, for programs that read the page."""
 _MOST_GROUPS, _MOST_LAYERS, _SHOWN = 60, 256, 12
-"""Maximum number of rows and of columns of the map of values, and of channels listed for each tensor."""
+"""Largest number of rows and of columns in the map of values, and of channels listed for each tensor."""
 _INDEX_NOUNS = {"layers": "layer", "experts": "expert"}
-"""Meaning of an axis -> noun for one index; other axes are called by their letter."""
+"""Meaning of an axis -> noun for one index along this axis; other axes are named by their letter."""
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
 def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) -> Page:
-    """Return the page of a checkpoint; only headers are read.
+    """Return the page of a checkpoint; only the headers of its files are read.
 
     Args:
-        opened: the opened checkpoint; the page shows its stored tensor names.
+        opened: the open checkpoint; the page shows its stored tensor names.
         values: statistics of the values, if they were measured.
 
     Raises:
-        TransaxleError: the user named a family or dialect that does not fit the tensor names.
+        TransaxleError: if the user named a family or dialect that does not fit the tensor names.
     """
     checkpoint = opened.stored
     facts, rows = checkpoint_facts(checkpoint), layout_rows(checkpoint)
@@ -381,7 +390,7 @@ def checkpoint_page(opened: Checkpoint, values: CheckpointValues | None = None) 
 
 
 def _bytes_section(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
-    """Return the section with the treemap, which has one leaf per tensor, sized by the tensor's bytes."""
+    """Return the section with the treemap, which has one area per tensor, in proportion to the tensor's bytes."""
     words = {axis: _INDEX_NOUNS.get(meaning, axis) for axis, meaning in _meanings(checkpoint).items()}
     largest = sorted(rows, key=lambda row: -row.bytes)[:MOST_ROWS]
     shown = {id(row) for row in largest}
@@ -408,7 +417,7 @@ def _bytes_section(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[Layo
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (first, last) of each range of consecutive indices; the indices are sorted."""
+    """Return (first, last) of each range of consecutive indices; the indices must be sorted."""
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:
@@ -456,7 +465,7 @@ def _indices_text(row: LayoutRow) -> str:
 
 
 def _meanings(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return axis -> meaning of the axis, for the axes of the family."""
+    """Return axis -> what the axis counts, for the axes of the family."""
     if checkpoint.family is None:
         return {}
     return {each.axis: each.meaning for each in axes_of(checkpoint.reading.family)}
@@ -480,12 +489,12 @@ def _formats_section(facts: JsonFacts) -> Section:
 
 
 def _tensors_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """Return file -> (number of tensors, bytes of tensors); a tensor in several files counts once in each file."""
+    """Return file -> (number of tensors, bytes of tensors); a tensor in several files is counted in each of them."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
     for entry in checkpoint.container.entries.values():
         elements = prod(entry.shape)
-        # Scalar entries are stored inside a pickle, so they take no bytes of tensor data.
+        # Scalar entries are stored inside a pickle, so they occupy no bytes of tensor data.
         extents = [extent for extent in entry.extents if extent.file != NUMBERS]
         count.update({extent.file for extent in extents})
         for extent in extents:
@@ -509,7 +518,7 @@ def _files_section(facts: JsonFacts, in_files: Mapping[str, tuple[int, int]]) ->
 
 
 def _optional_sections(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Section]:
-    """Yield the sections that only some checkpoints have: ties, other names, config and metadata."""
+    """Yield the sections that only some checkpoints need: ties, other names, config and metadata."""
     ties = [tuple(tie.split(" = ", 1)) for tie in facts["tied"]]
     ties += [(alias, original) for alias, original in facts["aliases"].items()]
     if ties:
@@ -539,7 +548,9 @@ def _optional_sections(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Sec
 
 
 def _values_section(values: CheckpointValues) -> Iterator[Section]:
-    """Yield the section of value statistics: a map by tensor and layer, and tables of tensors and outlier channels."""
+    """Yield the section with value statistics: a map by tensor and layer, and tables of tensors and outlier
+    channels.
+    """
     places_by_name = tensor_places(values.view)
     cells: dict[tuple[str, int | None], list[TensorValues]] = {}
     for name, tensor_values in values.tensors.items():
@@ -597,7 +608,7 @@ def _value_tables(tensors: Mapping[str, TensorValues]) -> Iterator[Table]:
         )
         for name, each in tensors.items()
     ]  # fmt: skip
-    # tensors with NaN or infinite values first, then those with the largest values
+    # tensors with NaN or infinite values first, then the tensors with the largest values
     rows.sort(key=lambda row: (-(row[7] + row[8]), -max(-row[1], row[2]) if row[1] == row[1] else 0.0))
     columns = (Column("name", "name"), *numbers, *counts, Column("channels that stand out", "count"))
     yield limit_rows("tensor-values", "Values of each tensor", columns, rows)

@@ -1,8 +1,9 @@
-"""Report pages of a plan, of a finished conversion and of a refusal.
+"""The report pages of a plan, of a finished conversion and of a refusal.
 
-The page of a plan shows which table lines become which, how axes move between names and dims, and refusals. That of a
-finished conversion adds the bytes and times of files, tensor names left out, and changed values. If there
-is no plan, because a checkpoint cannot be opened or planned, the page lists the reasons.
+The page of a plan shows which table lines of the source become which of the target, how axes move between names and
+dims, and refusals. The page of a finished conversion also shows the bytes and times of files, the names of tensors that
+were not converted, and changed values. If there is no plan, because a checkpoint cannot be opened or planned, the page
+lists the reasons.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from transaxle.reports.html_page import SHADES, Column, Figure, Page, Section, l
 
 _MOST_BARS = 200
 _MOVE_SECTIONS = ("flow", "axes", "rules")
-"""Ids of a plan page's sections that show how tensors move."""
+"""Ids of those sections of a plan's page that show how tensors move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Result of an executed plan."""
+    """The result of a plan that was executed."""
 
     report: Report
     """Report of the conversion."""
     times: Mapping[str, FileTime] = field(default_factory=dict)
-    """File -> its size and the times of writing it; empty if these were not recorded."""
+    """File -> its size and the times at which it was written; empty if the times were not recorded."""
 
 
 def result_page(finished: Finished, plan: Page | None = None) -> Page:
     """Return the page of a finished conversion.
 
     Args:
-        finished: result of the conversion.
-        plan: page of the conversion's plan; None: the plan is not known, only the report.
+        finished: the result of the conversion.
+        plan: the page of the conversion's plan; None means that only the report of the conversion is known.
     """
     report = finished.report
     rate = f"{size(round(report.bytes_written / report.seconds))}/s" if report.seconds else ""
@@ -106,7 +107,7 @@ def _notices(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _result_sections(finished: Finished, plan: Page | None) -> Iterator[Section]:
-    """Yield the sections of changed values, moves and times, then the other sections of the plan's page."""
+    """Yield the sections about changed values, moves and times, then the other sections of the plan's page."""
     conversion_sections = {section.id: section for section in _conversion_sections(finished)}
     plan_sections = {} if plan is None else {section.id: section for section in plan.sections}
     ids = dict.fromkeys(("recoded", *_MOVE_SECTIONS, *conversion_sections, *plan_sections))
@@ -185,26 +186,26 @@ def _other_names_section(report: Report) -> Iterator[Section]:
 
 
 _MOST_LINKS = 40
-"""Number of links that the flow figure shows; all smaller links are joined into one."""
+"""Largest number of links in the flow figure; all smaller links are joined into one."""
 _IN_NAME = "name"
-"""Text for an axis that is in tensor names, so that each index of the axis is a separate tensor."""
+"""Text for an axis in tensor names, where each index of the axis is a separate tensor."""
 _EXPERTS = "experts"
-"""Meaning of the axis (experts) whose position the page always states, even if the axis does not move."""
+"""Description of the expert axis, whose position the page always states, even if the axis does not move."""
 _MOST_REFUSALS = 50
 _MOST_MOVES = 12
-"""Maximum number of table lines whose axes are drawn."""
+"""Largest number of table lines whose axes are drawn."""
 _MOST_TILES = 16
-"""Maximum number of tiles that are drawn, one per table line."""
+"""Largest number of tiles (blocks with one scale) that are drawn, one per table line."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
 
 
 def conversion_page(plan: Plan, finished: Finished | None = None) -> Page:
-    """Return the page of a plan or, if the plan was executed, of the finished conversion.
+    """Return the page of a plan or, if the plan was executed, the page of the finished conversion.
 
     Args:
-        plan: the plan.
-        finished: result of the executed plan; None: the plan was not executed.
+        plan: the plan of the conversion.
+        finished: the result of the executed plan; None means that the plan was not executed.
     """
     contiguous = round(100 * plan.contiguous / plan.copies) if plan.copies else 100
     refusal_count = len(plan.refusals)
@@ -243,11 +244,11 @@ def conversion_page(plan: Plan, finished: Finished | None = None) -> Page:
 
 
 def refusal_page(source: str, error: TransaxleError) -> Page:
-    """Return the page of a refusal: every reason, and a figure of split tiles if there are any.
+    """Return the page of a refusal: every reason, and a figure of split tiles (blocks with one scale) if there are any.
 
     Args:
         source: path of the checkpoint, as the user typed it.
-        error: the refusal.
+        error: the error with the refusals.
     """
     refusals = [refusal.shown() for refusal in error.refusals]
     files = {each.where.file for each in refusals if each.where.file}
@@ -279,7 +280,7 @@ def refusal_page(source: str, error: TransaxleError) -> Page:
 
 
 def _refusal_text(refusal: Refusal) -> str:
-    """Return file and tensor, message and hint of a refusal as lines of text."""
+    """Return file, tensor, message and hint of a refusal as lines of text."""
     shown = refusal.shown()
     return "\n".join(filter(None, (visible(str(shown.where)), shown.message, shown.hint)))
 
@@ -298,7 +299,9 @@ def _plan_sections(plan: Plan) -> Iterator[Section]:
 
 
 def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
-    """Yield the section of target tiles that would mix several source tiles: one example per table line."""
+    """Yield the section about target tiles (blocks with one scale) that would mix several source tiles, with one
+    example per table line.
+    """
     tiles: dict[str, tuple[str, SplitTile]] = {}
     for refusal in refusals:
         rule = refusal.message.partition("\n")[0]
@@ -349,7 +352,7 @@ def _split_tiles(refusals: Sequence[Refusal]) -> Iterator[Section]:
 
 
 def _amounts(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return table line of the target -> (number of tensors, bytes)."""
+    """Return table line of the target -> (number of tensors, number of bytes)."""
     count: Counter[str] = Counter()
     amount: Counter[str] = Counter()
     for tensor in plan.tensors:
@@ -363,7 +366,9 @@ def _routes(plan: Plan) -> dict[str, Route]:
 
 
 def _flow_section(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
-    """Return the section with the flow figure: the source's table lines on the left, the target's on the right."""
+    """Return the section with the flow figure, with table lines of the source on the left and of the target on the
+    right.
+    """
     routes = _routes(plan)
     links: list[tuple[str, str, str, int]] = []
     joined: list[tuple[str, str, int, int]] = []
@@ -400,7 +405,7 @@ def _flow_section(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
 
 
 def _summary(plan: Plan) -> Iterator[str]:
-    """Yield sentences about axes that move into or out of names, about experts, and about joined tensors."""
+    """Yield sentences about axes that move into or out of tensor names, about experts, and about joined tensors."""
     meanings, places = _meanings(plan), dict[tuple[str, str, str], dict[str, None]]()
     for move in (move for route in plan.routes for move in axis_moves(route)):
         if (move.before == _IN_NAME) != (move.after == _IN_NAME) or meanings.get(move.axis) == _EXPERTS:
@@ -414,7 +419,7 @@ def _summary(plan: Plan) -> Iterator[str]:
             place = "the names" if before == _IN_NAME else before
             yield f"Axis {called} {'stays in' if before == after else f'goes to {after} from'} {place} of {tensors}."
         elif before == after:
-            continue  # nothing to say about the router weight, whose rows are the experts
+            continue  # nothing is said about the router weight, whose rows are the experts
         elif before == _IN_NAME:
             yield f"Axis {called} goes from the names into {after} of {tensors}: {count_text} of each become one."
         else:
@@ -433,7 +438,7 @@ def _join_words(names: Sequence[str]) -> str:
 
 
 def _meanings(plan: Plan) -> dict[str, str]:
-    """Return axis -> meaning; empty unless the family is built in and has all axes of the plan."""
+    """Return axis -> what it counts; empty unless the family is built in and has all axes of the plan."""
     family = builtin().get(plan.family or "")
     if family is None or not plan.axes.keys() <= family.axes.keys():
         return {}
@@ -486,7 +491,9 @@ def _axes_section(plan: Plan) -> Section:
 
 
 def _moves_figure(plan: Plan, meanings: Mapping[str, str]) -> Figure | None:
-    """Return a figure of axes before and after, for the table lines with the most bytes; None if no axis moves."""
+    """Return a figure of the axes in source and target, for the table lines with the most bytes; None if no axis
+    moves.
+    """
     amounts = _amounts(plan)
     moving = [(route, words(route, plan.axes)) for route in plan.routes]
     moving = [
@@ -528,7 +535,7 @@ def _tensors_section(plan: Plan) -> Section:
 
 
 def _other_tensors(plan: Plan) -> Iterator[Section]:
-    """Yield the sections about tensors that only some plans have, such as ignored ones."""
+    """Yield the sections about tensors that occur in only some plans, such as ignored tensors."""
     listed: tuple[tuple[str, Sequence[str]], ...] = (
         ("name unchanged: no rule in the target dialect", plan.kept),
         ("file copied", plan.carried),

@@ -1,4 +1,6 @@
-"""Report page of a comparison: where two checkpoints differ, by how much, and tensor names that only one has."""
+"""The report page of a comparison: where two checkpoints differ, by how much, and which tensor names only one of them
+has.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,19 @@ from transaxle.engine.wording import fold, plural
 from transaxle.reports.html_page import Column, Figure, Page, Section, Table, limit_rows
 
 MOST_GROUPS, MOST_LAYERS = 60, 256
-"""Maximum number of rows (tensor groups) and columns (layers) of the heat map; the table below it has no maximum."""
+"""Largest number of rows (tensor groups) and columns (layers) of the heat map; the table below the heat map has all of
+them.
+"""
 _ONE_SIDED = frozenset({"only_first", "only_second"})
 _RELATIVE = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 _CHANGED = (0.001, 0.01, 0.1, 0.5, 1)
-"""Bounds between the six colours of the heat map, as shares of changed elements."""
+"""Bounds between the six colours of the heat map, as fractions of changed elements."""
 _NO_LAYER = "no layer"
 _EXPONENT_BIAS = 1023
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -40, 12
-"""Exponents of two at which the histogram ends; all smaller differences share one bar, all larger ones another."""
+"""Exponents of two between which the histogram has bars; all smaller differences have a common bar, and so have all
+larger ones.
+"""
 
 
 def difference_page(comparison: Comparison) -> Page:
@@ -88,7 +94,7 @@ def _notices(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _sort_key(value: float | None) -> float:
-    """Return a sort key: NaN is largest, and None (not measured) smallest."""
+    """Return a key for sorting values: NaN is largest, and None (not measured) is smallest."""
     return -1.0 if value is None else math.inf if math.isnan(value) else value
 
 
@@ -103,7 +109,7 @@ def _sections(comparison: Comparison, survey: SurveyResult) -> Iterator[Section]
 
 
 class _Cell:
-    """Cell of the heat map: sums of measures over the tensors of one group in one layer."""
+    """A cell of the heat map: sums of measured differences over the tensors of one group in one layer."""
 
     def __init__(self) -> None:
         self.tensors = self.differing = self.elements = self.changed = 0
@@ -135,7 +141,7 @@ def _cells(survey: SurveyResult) -> dict[tuple[str, int | None], _Cell]:
 
 
 def _map_section(comparison: Comparison, survey: SurveyResult) -> Section:
-    """Return the section with the heat map: a row for each logical tensor, a column for each layer."""
+    """Return the section with the heat map, which has a row for each logical tensor, and a column for each layer."""
     cells = _cells(survey)
     layers = sorted({layer for _, layer in cells if layer is not None})
     columns: list[int | None] = [*([None] if any(layer is None for _, layer in cells) else []), *layers]
@@ -193,7 +199,7 @@ def _map_section(comparison: Comparison, survey: SurveyResult) -> Section:
 
 
 def _by_change(cells: Mapping[tuple[str, int | None], _Cell]) -> list[str]:
-    """Return the names of the tensor groups, sorted by each group's largest relative change."""
+    """Return the names of the tensor groups, sorted by the largest relative change in each group."""
     largest: dict[str, float] = {}
     for (group, _), cell in cells.items():
         largest[group] = max(largest.get(group, -1.0), _sort_key(cell.relative))
@@ -223,7 +229,9 @@ def _worst_section(comparison: Comparison, survey: SurveyResult) -> Section:
 
 
 def _histogram_section(survey: SurveyResult) -> Section:
-    """Return the section with histograms of absolute and relative differences (relative to the second checkpoint)."""
+    """Return the section with histograms of absolute differences and of differences relative to the second
+    checkpoint.
+    """
     total = sum(survey.counts.values(), np.zeros((2, EXPONENTS), np.int64))
     titles = ("|A - B|", "|A - B| / |B|")
     labels: list[str] = []
@@ -245,7 +253,9 @@ def _histogram_section(survey: SurveyResult) -> Section:
 
 
 def _bars(counts: np.ndarray) -> list[tuple[float, float, int]]:
-    """Return histogram bars (from, below, number of elements): for 0, each power of two, and infinity."""
+    """Return histogram bars (lower bound, upper bound, number of elements) for 0, for each power of two, and for
+    infinity.
+    """
     counts_by_exponent = {
         exponent - _EXPONENT_BIAS: int(counts[exponent]) for exponent in range(1, EXPONENTS - 1) if counts[exponent]
     }
@@ -286,7 +296,7 @@ def _errors_section(survey: SurveyResult) -> Section:
 
 
 def _sections_without_measures(comparison: Comparison) -> Iterator[Section]:
-    """Yield the sections of differences without measured values, and of tensor names in only one checkpoint."""
+    """Yield the sections about differences without measured values, and about tensor names in only one checkpoint."""
     unmeasured = [each for each in comparison.differences if each.kind not in _ONE_SIDED and each.relative is None]
     if unmeasured:
         keys = [(each.kind, each.detail) for each in unmeasured]

@@ -1,7 +1,8 @@
-"""Report pages: sections of tables and figures, rendered into one HTML file that loads no other file.
+"""Report pages: sections with tables and figures, rendered into one HTML file that loads no other files.
 
-Tensor names and metadata may come from hostile files. They are embedded as JSON without characters special in HTML,
-and the page's script shows the texts literally. A content security policy allows only the embedded scripts to run.
+Tensor names and metadata may come from hostile files. So they are embedded as JSON without characters that are special
+in HTML, and the script of the page shows them as literal text. A content security policy allows only the scripts that
+are embedded in the page to run.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from transaxle.formats.storage.local import storage_error
 from transaxle.formats.store.access import open_draft
 
 MARK = b"<!doctype html><!-- a report of transaxle -->"
-"""First bytes of every report file; a file with other first bytes is never replaced."""
+"""First bytes of every report file; a file that does not begin with them is never replaced."""
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _MOST_TEXT, _LONG_TEXT = 2_000_000, 240
-"""Maximum total length of a page's texts; if they are longer, each text is cut to the second length."""
+"""Largest total length of the texts in a page. If the texts are longer, each text is shortened to the second length."""
 MOST_ROWS = 4000
-"""Maximum number of rows of a table; only checkpoints with irregular tensor names have more."""
+"""Largest number of rows of a table; only checkpoints with irregular tensor names have more rows."""
 SHADES = 6
 """Number of colours in a heat map."""
 _ASSETS = "assets"
@@ -43,29 +44,30 @@ class Column:
     title: str
     """Heading of the column."""
     kind: str = "text"
-    """Kind of the column's values: `text`, `name` (shown as code), `count`, `bytes`, `share` (bytes, shown as a bar
-    of their share of the total), or `number` (any other number)."""
+    """Kind of the column's values: `text`, `name` (shown as code), `count`, `bytes`, `share` (bytes, shown as a bar of
+    their share of the total), or `number` (any other number).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of plain values, which readers can sort, search, copy and download."""
+    """A table of plain values, which readers of the page can sort, search, copy and download."""
 
     id: str
     """Unique id of the table in the page, and name of the downloaded file."""
     title: str
     """Title of the table."""
     columns: tuple[Column, ...]
-    """Columns of the table, one per value of a row."""
+    """Columns of the table, one for each value of a row."""
     rows: Sequence[Sequence[Any]]
-    """Rows of the table, each with one text or number per column."""
+    """Rows of the table, each with one text or number for each column."""
     left_out: str = ""
-    """Sentence about omitted rows; empty if the table is complete."""
+    """A sentence about omitted rows; empty if the table is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure, given as data for the page's script that draws figures of this kind."""
+    """A figure, given as the data from which the page's script draws it."""
 
     kind: str
     """Kind of figure: `treemap`, `sankey`, `heat` (a map of cells), `moves` (axes in names and dims) or `bars`."""
@@ -77,18 +79,18 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page with a heading."""
+    """A part of a page with its own heading."""
 
     id: str
     """Unique id of the section in the page."""
     title: str
     """Heading of the section."""
     text: str = ""
-    """A sentence or two below the heading."""
+    """One or two sentences below the heading."""
     figure: Figure | None = None
-    """Figure of the section."""
+    """Figure of the section; None if it has no figure."""
     tables: tuple[Table, ...] = ()
-    """Tables of the section, below the figure."""
+    """Tables of the section, shown below the figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +102,29 @@ class Page:
     title: str
     """Name of the page's subject, such as the path of a checkpoint."""
     headline: str
-    """Summary of the page on one line."""
+    """A summary of the page in one line."""
     tiles: tuple[tuple[str, str], ...]
-    """Main numbers of the page, as pairs (value, label)."""
+    """The main numbers of the page, as pairs (number, label)."""
     first: str
-    """Heading above the notices."""
+    """The heading above the notices."""
     notices: tuple[tuple[str, str], ...]
-    """Most important messages, as pairs (title, text)."""
+    """The most important messages of the page, as pairs (title, text)."""
     quiet: str
-    """Text below the notices, shown even if there are no notices."""
+    """Text below the notices, which is shown even if there are no notices."""
     sections: tuple[Section, ...]
-    """Sections of the page in reading order."""
+    """The sections of the page, in reading order."""
     lead: tuple[str, ...] = ()
-    """Summary sentences at the top of the page."""
+    """Sentences at the top of the page that summarise it."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Data embedded for programs that read the page."""
+    """Data that is embedded in the page for programs that read the page."""
 
 
 def limit_rows(
     label: str, title: str, columns: tuple[Column, ...], rows: Sequence[tuple[Any, ...]], by: int | None = None
 ) -> Table:
-    """Return a table of at most `MOST_ROWS` rows: the largest by the value in column `by`; without `by` the first."""
+    """Return a table with at most `MOST_ROWS` rows: those with the largest values in column `by`, or without `by` the
+    first rows.
+    """
     if len(rows) <= MOST_ROWS:
         return Table(label, title, columns, rows)
     ordered = rows if by is None else sorted(rows, key=lambda row: -row[by])
@@ -130,14 +134,15 @@ def limit_rows(
 
 
 def shades(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
-    """Return the bounds between the colours of a heat map, and a label per colour.
+    """Return the bounds between the colours of a heat map, and a label for each colour.
 
-    If values are few, each distinct value gets a colour; otherwise each colour gets a group of equal size.
+    If there are few distinct values, each gets its own colour; otherwise each colour represents a group of equally many
+    values.
 
     Args:
-        values: values of the map's cells.
+        values: the values of the cells in the map.
         words: format string that makes a label from a value.
-        times: factor by which values are multiplied before they are formatted.
+        times: factor by which a value is multiplied before it is formatted.
     """
     distinct = sorted({round(value, 6) for value in values})
     if len(distinct) <= SHADES:
@@ -149,10 +154,10 @@ def shades(values: Sequence[float], words: str, times: int) -> dict[str, Any]:
 
 
 def check_jinja() -> None:
-    """Refuse to make a page if Jinja2, which renders pages, is not installed.
+    """Refuse to make a page if Jinja2, the package that renders pages, is not installed.
 
     Raises:
-        Refused: UNSUPPORTED, if Jinja2 is missing.
+        Refused: with code UNSUPPORTED, if Jinja2 is not installed.
     """
     try:
         import jinja2  # noqa: F401 - checks only that it is installed
@@ -164,7 +169,7 @@ def check_jinja() -> None:
 
 
 def visible(text: str) -> str:
-    """Escape the characters of a text that are invisible or reorder the text around them."""
+    """Escape characters in a text that are invisible or that change the order of the text around them."""
     return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -193,7 +198,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, scripts: Sequence[str]) -> str:
-    """Return the content security policy that allows only the given style and scripts."""
+    """Return the content security policy that allows only the given style and the given scripts."""
     hashes = " ".join(_hash(script) for script in scripts)
     forbidden = " ".join(f"{kind} 'none';" for kind in ("default-src", "base-uri", "form-action"))
     return f"{forbidden} script-src {hashes}; style-src {_hash(style)}"
@@ -204,7 +209,7 @@ def _hash(text: str) -> str:
 
 
 def _data_json(page: Page) -> str:
-    """Return the data of a page as JSON, with all characters special in HTML escaped."""
+    """Return the data of a page as JSON in which all characters that are special in HTML are escaped."""
     tables = [asdict(table) for section in page.sections for table in section.tables]
     figures = {section.id: asdict(section.figure) for section in page.sections if section.figure is not None}
     data: Any = {"kind": page.kind, "title": page.title, "facts": page.facts, "tables": tables, "figures": figures}
@@ -224,7 +229,7 @@ def _text_length(data: object) -> int:
 
 
 def _cut_texts(data: Any) -> Any:
-    """Cut the middle out of each long text in the data."""
+    """Shorten each long text in the data by omitting its middle."""
     if isinstance(data, str):
         return shortened(data, _LONG_TEXT)
     if isinstance(data, Mapping):
@@ -249,12 +254,13 @@ def check_destination(path: str, *, overwrite: bool | None) -> None:
 
     Args:
         path: path of the report.
-        overwrite: whether an existing report may be replaced; None: no, and the error suggests no such option.
+        overwrite: whether an existing report may be replaced; None means no, and that the error suggests no option for
+            it.
 
     Raises:
-        UsageError: EXISTS for an existing file, unless it is a report that may be replaced.
-        StorageError: IO for a folder that is missing or read-only.
-        Refused: UNSUPPORTED for a URL.
+        UsageError: with code EXISTS, if the file exists, unless it is a report that may be replaced.
+        StorageError: with code IO, if the folder is missing or read-only.
+        Refused: with code UNSUPPORTED, if the path is a URL.
     """
     if "://" in path:
         raise refuse("UNSUPPORTED", "a report is written to this machine only", file=path, hint="Name a local file.")
@@ -288,10 +294,10 @@ def _is_report(target: Path) -> bool:
 
 
 def write_page(html: bytes, path: str, *, overwrite: bool) -> None:
-    """Write a page to a file, which appears complete or not at all.
+    """Write a page to a file; the file appears either complete or not at all.
 
     Raises:
-        TransaxleError: errors of `check_destination`; IO or NO_SPACE, if the file cannot be written.
+        TransaxleError: any error of `check_destination`; with code IO or NO_SPACE, if the file cannot be written.
     """
     check_destination(path, overwrite=overwrite)
     target = Path(path)

@@ -1,4 +1,6 @@
-"""Public function `report`: writes a checkpoint, plan, conversion, comparison or sharding as one HTML file."""
+"""The public function `report`: writes a page about a checkpoint, plan, conversion, comparison or sharding as one HTML
+file.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from transaxle.engine.plan.planned import Plan
 
 VerbResult: TypeAlias = "Plan | Report | Comparison | Sharding"
-"""Results of other public functions (`plan`, `convert`, …) that `report` can show."""
+"""Results of the public functions `plan`, `convert`, `diff` and `sharding`, which `report` can show."""
 
 
 @suggests
@@ -60,33 +62,34 @@ def report(
     only: Patterns = (),
     skip: Patterns = (),
 ) -> Path:
-    """Write a report: one HTML file that opens in a browser and needs nothing else.
+    """Write a report: one HTML file that a browser opens without any other file.
 
-    For a checkpoint it shows where the bytes are, the layout in the notation, dtypes, files, ties and unusual things;
-    for a plan which tensors become which, how axes move, tensor names left out, and refusals. Only headers are read,
-    unless `values` is given. For a finished conversion it shows written files, names left out, and changed values; for
-    a comparison where in the model values differ, and by how much; for a live model's sharding which rank has which
-    part of each tensor. Needs Jinja2: `pip install jinja2`.
+    For a checkpoint, the report shows where the bytes are, the layout of the tensors, dtypes, files, ties and unusual
+    things. For a plan, it shows which tensors become which, how axes move, names of tensors that are not converted, and
+    refusals. Of a checkpoint, only the headers are read, unless `values` is given. For a finished conversion, the
+    report shows written files, names of tensors that were not converted, and changed values; for a comparison, where in
+    the model values differ, and by how much; for a live model's sharding, which rank holds which shard of each tensor.
+    The package Jinja2 must be installed: `pip install jinja2`.
 
     Args:
-        src: path, or an opened checkpoint, which is shown under its stored names; or a result of `plan`, `convert`,
-            `diff(..., numeric=True)` or `sharding`.
-        dst: path of the file to write, on this machine; it must not exist unless `overwrite`.
-        overwrite: replace an existing report; other files are never replaced.
-        values: for a checkpoint: read all tensors, and show statistics of their values.
-        progress: called with the bytes of each block read for `values`, from several threads.
+        src: path of a checkpoint, or an open checkpoint, which is shown under its stored names; or a result of `plan`,
+            `convert`, `diff(..., numeric=True)` or `sharding`.
+        dst: path of the file to write, on this machine; it must not exist unless `overwrite` is given.
+        overwrite: whether to replace an existing report; other files are never replaced.
+        values: for a checkpoint, whether to read all tensors and show statistics of their values.
+        progress: function called, by several threads, with the number of bytes of each block that is read for `values`.
 
-    The other arguments are those of `open`.
+    All other arguments are those of `open`.
 
     Returns:
-        The path of the file.
+        The path of the file that was written.
 
     Raises:
-        TypeError: an argument of a wrong type, or a comparison without measured values.
-        UsageError: EXISTS, if `dst` exists and may not be replaced.
-        Refused: UNSUPPORTED without Jinja2, and for a URL as `dst`; or refusals of `open`: a report is then written
-            too, which lists every reason.
-        StorageError: IO or NO_SPACE, if the file cannot be written.
+        TypeError: if an argument has the wrong type, or a comparison has no measured values.
+        UsageError: with code EXISTS, if `dst` exists and may not be replaced.
+        Refused: with code UNSUPPORTED, without Jinja2 or if `dst` is a URL. For any refusal of `open`, a report is
+            written too, which lists every reason.
+        StorageError: with code IO or NO_SPACE, if the file cannot be written.
     """
     check_flags(overwrite=overwrite)
     options = read_options("report", locals())
@@ -98,7 +101,7 @@ def report(
 
 
 class ConversionPage:
-    """Writes the HTML page of a conversion: its plan, refusals or result.
+    """Writes the HTML page of a conversion: a page of its plan, its refusals or its result.
 
     Args:
         path: path of the file to write.
@@ -107,7 +110,8 @@ class ConversionPage:
         times: records when each file of the conversion is written.
 
     Raises:
-        TransaxleError: EXISTS for an existing file; UNSUPPORTED for a URL, or without Jinja2; IO for an unusable path.
+        TransaxleError: with code EXISTS, if the file exists; with code UNSUPPORTED, if the path is a URL, or Jinja2 is
+            not installed; with code IO, if the path cannot be used.
     """
 
     def __init__(self, path: str) -> None:
@@ -124,7 +128,7 @@ class ConversionPage:
             self.write(plan)
 
     def write(self, plan: Plan, report: Report | None = None) -> None:
-        """Write the page of a plan or, if a conversion report is given, of the finished conversion."""
+        """Write the page of a plan or, if the report of a conversion is given, the page of the finished conversion."""
         from transaxle.reports.conversion_page import Finished, conversion_page
 
         finished = None if report is None else Finished(report, self.times.files)
@@ -140,10 +144,10 @@ def write_report(
     values: bool,
     progress: Progress,
 ) -> tuple[Path, TransaxleError | None]:
-    """Write a page as `report` does; return its path, and the refusal if the page describes why `src` cannot be read.
+    """Write a page as `report` does; return its path, and the refusal if the page explains why `src` cannot be read.
 
     Raises:
-        TransaxleError: errors of `report`, if no page can be written.
+        TransaxleError: any error that `report` raises, if no page can be written.
     """
     path = read_path("dst", dst)
     check_jinja()
@@ -162,7 +166,9 @@ def write_report(
 def _checkpoint_html(
     src: CheckpointLike, reading: Mapping[str, Any], progress: Progress | None
 ) -> tuple[bytes, TransaxleError | None]:
-    """Return (page of a checkpoint, None), or (page of a refusal, refusal); `progress` enables value statistics."""
+    """Return (page of the checkpoint, None), or (page of a refusal, the refusal); with `progress`, the page has value
+    statistics.
+    """
     from transaxle.reports.checkpoint_page import checkpoint_page
 
     try:
@@ -176,7 +182,9 @@ def _checkpoint_html(
 
 
 def _is_verb_result(src: CheckpointLike | VerbResult) -> TypeGuard[VerbResult]:
-    """Tell whether `src` is a result of `plan`, `convert`, `diff` or `sharding`, importing modules only when needed."""
+    """Return whether `src` is a result of `plan`, `convert`, `diff` or `sharding`; modules are imported only when
+    needed.
+    """
     if isinstance(src, str | os.PathLike | Checkpoint):
         return False
     from transaxle.engine.carry import Report

@@ -1,4 +1,6 @@
-"""The report page of a live model's sharding: which rank has which part of which tensor, and in how many copies."""
+"""The report page of a live model's sharding: which rank holds which shard of which tensor, and how many copies of it
+exist.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,27 @@ from transaxle.engine.wording import index_ranges, plural, size, split_name
 from transaxle.reports.html_page import Column, Figure, Page, Section, limit_rows, shades
 
 _MOST_GROUPS, _MOST_RANKS = 60, 256
-"""Maximum number of rows (tensor groups) and of columns (ranks) of the map; the page's tables have no maximum."""
+"""Largest number of rows (tensor groups) and of columns (ranks) of the map; the tables of the page have all of them."""
 _UNEVEN = 0.1
-"""Imbalance above which the page shows a notice; 0.1: the fullest rank has 10 % more bytes than the mean."""
+"""Imbalance above which the page shows a notice; 0.1 means that the fullest rank has 10 % more bytes than the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors whose names differ only in numbers."""
+    """Tensors whose names differ only in their numbers."""
 
     name: str
-    """Common name of the tensors, with `*` in place of numbers."""
+    """Common name of the tensors, with `*` instead of the numbers."""
     tensors: Sequence[ShardedTensor]
-    """Tensors of the group."""
+    """The tensors of the group."""
 
     @property
     def nbytes(self) -> int:
-        """Total bytes of the tensors, each counted once."""
+        """Total bytes of the group's tensors; each tensor is counted once, however many ranks hold it."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def bytes_by_rank(self) -> dict[int, tuple[int, float]]:
-        """Return rank -> (bytes of the group's tensors on the rank, mean number of ranks with a copy of them)."""
+        """Return rank -> (bytes of the group's tensors on the rank, mean number of ranks that hold the same shard)."""
         sums: dict[int, tuple[int, int]] = {}
         for tensor in self.tensors:
             for rank, count in tensor.rank_bytes.items():
@@ -44,7 +46,7 @@ def sharding_page(sharding: Sharding, title: str = "Live model") -> Page:
     """Return the page of a live model's sharding.
 
     Args:
-        sharding: description of the parts of the model on all ranks.
+        sharding: description of the shards of the model on all ranks.
         title: title of the page.
     """
     groups, rank_bytes = _groups(sharding), sharding.rank_bytes
@@ -82,17 +84,19 @@ def _groups(sharding: Sharding) -> list[_Group]:
 
 
 def _coordinates_text(sharding: Sharding, rank: int) -> str:
-    """Return a rank's coordinates on the named mesh dims as text, such as `dp 0, tp 1`; empty if they are unknown."""
+    """Return a rank's coordinates on the named mesh dims as text, such as `dp 0, tp 1`; return "" if they are
+    unknown.
+    """
     return ", ".join(f"{name} {place}" for name, place in sharding.coordinates.get(rank, {}).items())
 
 
 def _mesh_column(sharding: Sharding) -> tuple[Column, ...]:
-    """Return the table column for mesh coordinates; empty if no rank's coordinates are known."""
+    """Return the table column for mesh coordinates; return no column if no rank's coordinates are known."""
     return (Column("mesh"),) if sharding.coordinates else ()
 
 
 def _mesh_cell(sharding: Sharding, rank: int) -> tuple[str, ...]:
-    """Return a rank's cell in the column for mesh coordinates; empty if the table has no such column."""
+    """Return a rank's cell in the column for mesh coordinates; return no cell if the table has no such column."""
     return (_coordinates_text(sharding, rank),) if sharding.coordinates else ()
 
 
@@ -129,7 +133,7 @@ def _sections(sharding: Sharding, groups: Sequence[_Group]) -> Iterator[Section]
 
 
 def _map_section(sharding: Sharding, groups: Sequence[_Group]) -> Section:
-    """Return the page section with the map: one row per group of tensors, one column per rank."""
+    """Return the section with the map, which has one row per group of tensors, and one column per rank."""
     largest = sorted(groups, key=lambda group: -group.nbytes)[:_MOST_GROUPS]
     largest_ids = set(map(id, largest))
     shown = [group for group in groups if id(group) in largest_ids]

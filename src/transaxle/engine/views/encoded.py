@@ -1,15 +1,18 @@
-"""Encoded (quantized) tensors: one name and one shape in the families' tables, but several buffers on disk.
+"""Encoded (quantized) tensors: a tensor with one name and one shape in the families' tables, but with several buffers
+on disk.
 
-A family's table describes weights. If a weight is stored as codes and scales, the table sees only the codes, under the
-weight's name and in its shape. The translation moves the codes. Then every further buffer gets a target: scales move
-with the tiles that they belong to, and all buffers get the names and shapes of the convention. Nothing is decoded.
+The table of a model family describes the model's weights. If a weight is stored as codes and scales, only the codes are
+translated with the table, under the weight's name and in its shape. The translation moves the codes to their places in
+the target. Then a target tensor is added for every other buffer: scales move with the tiles (blocks with one scale)
+that they belong to, and all buffers get the names and shapes of the convention. No value is decoded for this.
 
-**Compact scales**: scales that torchao stores in the order of a matrix-multiply kernel, read in row-major order.
+**Compact scales**: scales that torchao stores in the order of a matrix-multiplication kernel, but that are read in
+row-major order.
 
-The kernel needs the scales padded to whole tiles of 128 x 4, in each of which the four groups of 32 rows are side by
-side (cuBLAS, "1-D block scaling factors layout"). The tiles follow the order of the tensor's rows. If such a tensor is
-decoded or moved to another dialect, its scales are read from a virtual file whose bytes are reordered on the fly. A
-tensor that keeps its name keeps the kernel's order too.
+The kernel needs the scales padded to whole tiles of 128 x 4. In each tile the four groups of 32 rows are side by side
+(cuBLAS, "1-D block scaling factors layout"). The kernel's tiles are stored in the order of the tensor's rows. If such a
+tensor is decoded or moved to a different dialect, its scales are read from a virtual file, whose bytes are reordered
+when they are read. A tensor that keeps its name keeps the kernel's order of scales too.
 """
 
 from __future__ import annotations
@@ -45,30 +48,36 @@ if TYPE_CHECKING:
 
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
-"""Rows and columns of scales in one kernel tile, and the number of consecutive rows stored as lanes of the tile."""
+"""Rows and columns of scales in one tile of the kernel, and the number of consecutive rows that are stored as lanes of
+the tile.
+"""
 _CACHED = 8
-"""Number of reordered buffers that are cached, so that a buffer that is read piece by piece is reordered only once."""
+"""Number of reordered buffers that are cached, so that a buffer that is read in several blocks is reordered only
+once.
+"""
 _FILE = "\0compact "
-"""Prefix of the names of the virtual files that hold reordered scales."""
+"""Prefix of the names of the virtual files that contain reordered scales."""
 
 
 class _CompactScales(msgspec.Struct, frozen=True):
-    """A virtual file with one buffer of scales in compact (row-major) order, reordered from the kernel's order."""
+    """A virtual file with one buffer of scales in compact (row-major) order; the stored buffer is in the kernel's
+    order.
+    """
 
     source: Entry
     """The stored buffer of scales, in the kernel's order."""
     shape: tuple[int, int]
     """Number of scales along both dims, without padding."""
     compact: Callable[[str], Bytes]
-    """From the name of a stored buffer, returns its scales in compact order."""
+    """Function from the name of a stored buffer to its scales in compact order."""
 
     @property
     def nbytes(self) -> int:
-        """See `VirtualFile`."""
+        """Size of the virtual file in bytes; see `VirtualFile`."""
         return self.shape[0] * self.shape[1]
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `VirtualFile`."""
+        """Copy bytes of the compact scales into `view`; see `VirtualFile`."""
         view.cast("B")[:] = self.compact(self.source.name)[offset : offset + view.nbytes].data
 
 
@@ -88,7 +97,7 @@ def compact_order(stored: Bytes, shape: tuple[int, int]) -> Bytes:
 
 
 def add_compact_scales(container: Container) -> Container:
-    """Return a container that can also read torchao's scales in compact order; see `use_compact_scales`."""
+    """Return a container in which torchao's scales can also be read in compact order; see `use_compact_scales`."""
     entries = container.entries
     described = {
         name: (tensor, shape)
@@ -111,7 +120,7 @@ def add_compact_scales(container: Container) -> Container:
 
 
 def use_compact_scales(container: Container) -> Container:
-    """Return a container with scales in compact order, as tables need them; see `add_compact_scales`."""
+    """Return a container with scales in compact order, which the conversion tables need; see `add_compact_scales`."""
     compact, notes = container.recoding.compact, container.recoding.compact_notes
     if not compact:
         return container
@@ -131,43 +140,47 @@ def _scale_shape(entries: Mapping[str, Entry], description: SwizzledTensor) -> t
 
 
 StoredForm = tuple[str, Shape]
-"""Safetensors code and shape with which a target tensor is stored, if they are not those of its elements."""
+"""Safetensors code and shape with which a target tensor is stored, if they differ from those of the tensor's
+elements.
+"""
 
 _SCALE = "scale"
-"""Text that occurs in the name of every buffer of scales."""
+"""Text that occurs in the name of every buffer that contains scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
-"""Hint of refusals of buffers that do not match their tensor."""
+"""Hint in refusals of buffers that do not fit their tensor."""
 _DECODE_HINT = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
-"""Hint of refusals of tensors that would have to share one scale."""
+"""Hint in refusals of tensors that would have to share one scale."""
 
 
 def buffer_name(name: str, role: Role) -> str:
-    """Return the internal name of an encoded tensor's buffer, a name that no stored tensor can have."""
+    """Return the internal name of a buffer of an encoded tensor; no stored tensor can have this name."""
     return name if role is Role.CODES else f"{name}\0{role}"
 
 
 def matrix_tile(shape: Shape) -> Tile:
-    """Return the tile of a buffer that has one number per matrix: the tile spans the last two dims of the shape."""
+    """Return the tile of a buffer with one number per matrix; this tile spans the last two dims of the shape."""
     return (*(1 for _ in shape[:-2]), *(max(size, 1) for size in shape[-2:]))
 
 
 class Catalog(msgspec.Struct, frozen=True, dict=True):
-    """The tensors of a container as the families' tables see them: an encoded tensor counts as one tensor."""
+    """The tensors of a container as entries for the families' tables: an encoded tensor and its buffers are one
+    entry.
+    """
 
     container: Container
     """The container with the stored tensors."""
     entries: Mapping[str, Entry]
-    """Table name -> entry: plain tensors, and the codes of encoded tensors with their shape in elements."""
+    """Tensor name -> entry, for plain tensors and for the codes of encoded tensors, with their shape in elements."""
     encoded: Mapping[str, EncodedTensor]
-    """Table name -> encoded tensor with its buffers."""
+    """Tensor name -> encoded tensor with its buffers."""
     quantization: Quantization | None = None
-    """The config's description of the encoded tensors; None if the config has no description of them."""
+    """The config's description of the encoded tensors; None if the config does not describe encoded tensors."""
     refusals: tuple[Refusal, ...] = ()
-    """Refusals of buffers that cannot be matched or do not fit."""
+    """Refusals of buffers that cannot be assigned to a tensor or do not fit it."""
 
     @cached_property
     def buffers(self) -> Mapping[str, Entry]:
-        """All entries from which target tensors are read: `entries`, and further buffers by internal names."""
+        """All entries from which target tensors are read: `entries`, and all other buffers by internal names."""
         buffers = dict(self.entries)
         for tensor in self.encoded.values():
             for role, stored in tensor.parts.items():
@@ -179,7 +192,7 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
 
 
 def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
-    """Return the shape of a tensor's buffer: one number per tile; for codes, the tensor's shape."""
+    """Return the shape of a tensor's buffer: one number per tile, or for codes the tensor's shape."""
     if role is Role.CODES:
         return shape
     tile = tile_of(encoding, shape, role)
@@ -187,7 +200,7 @@ def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
 
 
 def tile_of(encoding: Encoding, shape: Shape, role: Role) -> Tile:
-    """Return the number of elements along each dim that share one number of a buffer."""
+    """Return how many elements along each dim share one number of a buffer."""
     return encoding.tiles(shape) if role is Role.SCALE else matrix_tile(shape)
 
 
@@ -196,11 +209,11 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
 
     Args:
         container: the container with the stored tensors.
-        config: content of the model's config.json; empty if there is none.
-        modelopt: content of the separate config of older ModelOpt exports; None if there is none.
+        config: content of the model's config; empty if there is none.
+        modelopt: content of the separate config of older ModelOpt exports; None if there is no such config.
 
     Returns:
-        The container's tensors as the families' tables see them, with refusals of buffers that do not match.
+        The container's tensors as entries for the families' tables, with refusals of buffers that do not fit.
     """
     if modelopt is None and not _may_be_encoded(container, config):
         return Catalog(container, container.entries, {})
@@ -238,7 +251,9 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
 
 
 def _with_hint(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
-    """Return the refusals of a quantization config; if all tensors are plain, hint that it may be left over."""
+    """Return the refusals of a quantization config; if all tensors are plain, add the hint that the section may be left
+    over.
+    """
     names_codes = group(container.entries).refusals
     if names_codes or any(entry.dtype in SPEAKING for entry in container.entries.values()):
         return error.refusals
@@ -250,20 +265,20 @@ def _with_hint(error: TransaxleError, container: Container) -> tuple[Refusal, ..
 
 
 def describes_codes(metadata: Mapping[str, Any]) -> bool:
-    """Tell whether a container's metadata describes encoded tensors, as in files of torchao and TransformerEngine."""
+    """Return whether a container's metadata describes encoded tensors, as in files of torchao and TransformerEngine."""
     return any(key in (TE_NOTE, TORCHAO_NAMES) or key.endswith(f":{TORCHAO_NAMES}") for key in metadata)
 
 
 def refuse_plain(to: str) -> TransaxleError:
-    """Build the refusal of `decode` for a checkpoint without encoded tensors."""
+    """Return the error of `decode` for a checkpoint without encoded tensors."""
     hint = f'To cast plain tensors, use --dtype {to} (dtype="{to}").'
     return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
 
 
 def _may_be_encoded(container: Container, config: Mapping[str, Any]) -> bool:
-    """Tell whether a dtype, a tensor name, the metadata or the config suggests that tensors are encoded.
+    """Return whether a dtype, a tensor name, the metadata or the config indicates encoded tensors.
 
-    If nothing suggests it, all tensors are plain, and modules about encodings need not be imported.
+    If nothing indicates encoded tensors, all tensors are plain, and modules for encodings need not be imported.
     """
     return (
         any(entry.dtype in SPEAKING or _SCALE in name for name, entry in container.entries.items())
@@ -273,12 +288,14 @@ def _may_be_encoded(container: Container, config: Mapping[str, Any]) -> bool:
 
 
 class View(Translation, frozen=True):
-    """A checkpoint translated to a target dialect, with every buffer of an encoded tensor under its stored name."""
+    """A checkpoint translated into a target dialect; every buffer of an encoded tensor has its stored name."""
 
     stored: Mapping[str, StoredForm] = msgspec.field(default_factory=dict)
-    """Target name -> stored dtype and shape, for targets whose stored dtype or shape is not that of their elements."""
+    """Target name -> stored dtype and shape, for targets whose stored dtype or shape differs from that of their
+    elements.
+    """
     encoded: Mapping[str, EncodedTensor] = msgspec.field(default_factory=dict)
-    """Table name -> encoded tensor, with the names of its buffers in the target."""
+    """Tensor name -> encoded tensor, with the names of its buffers in the target."""
 
     def form_of(self, name: str) -> StoredForm:
         """Return the safetensors code and the shape with which a target is stored."""
@@ -293,8 +310,8 @@ def add_buffers(translation: Translation, catalog: Catalog) -> View:
     """Return a translation with targets for all buffers of encoded tensors.
 
     Args:
-        translation: translation of plain tensors and codes, which are all that tables see.
-        catalog: the source's tensors as the families' tables see them.
+        translation: translation of plain tensors and codes, without any other buffers.
+        catalog: the source's tensors as entries for the families' tables.
 
     Returns:
         The translation with a target for every buffer, under the buffer's stored name, and with further refusals if
@@ -310,7 +327,7 @@ def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: M
 
 
 class _BufferFollower:
-    """Adds to each target of codes the targets of the tensor's further buffers, such as scales."""
+    """Adds, to each target of codes, the targets of the tensor's other buffers, such as scales."""
 
     def __init__(self, translation: Translation, catalog: Catalog) -> None:
         self.translation = translation
@@ -364,10 +381,12 @@ class _BufferFollower:
             self.stored[name] = described
 
     def _encoding_of(self, target: Target) -> EncodedTensor | None:
-        """Return one of the encoded tensors of which a target consists (all have one kind); None for a plain target.
+        """Return one of the encoded tensors from which a target is composed (all are of the same kind); None for a
+        plain target.
 
         Raises:
-            Refused: DTYPE_MIXED if the target consists of encoded tensors of several kinds, or also of plain tensors.
+            Refused: with code DTYPE_MIXED, if the target is composed of encoded tensors of several kinds, or also of
+                plain tensors.
         """
         names = [origin.name for part in target.parts for origin in part.origins]
         kinds = {self._kind(name): name for name in names}
@@ -379,7 +398,9 @@ class _BufferFollower:
         return self.catalog.encoded.get(names[0]) if names else None
 
     def _kind(self, name: str) -> tuple[str, Encoding | None, str]:
-        """Return how a tensor is stored: a text with its encoding and buffers, the encoding, and the convention."""
+        """Return how a tensor is stored: a text that describes its encoding and buffers, the encoding, and the
+        convention.
+        """
         tensor = self.catalog.encoded.get(name)
         if tensor is None:
             return self.catalog.entries[name].dtype, None, ""
@@ -392,7 +413,8 @@ class _BufferFollower:
         """Add a target for each buffer of an encoded tensor."""
         convention = CONVENTIONS[tensor.convention] if target.is_identity else writable_convention(tensor)
         parts: dict[Role, str] = {}
-        for role, buffer, checks in list(self._buffers(target, tensor)):  # a list: all buffers are added, or none
+        # collected in a list first, so that either all buffers are added, or none
+        for role, buffer, checks in list(self._buffers(target, tensor)):
             stored = self.catalog.container.entries[tensor.parts[role]]
             if target.is_identity:
                 name, described = stored.name, (stored.dtype, stored.shape)
@@ -407,12 +429,15 @@ class _BufferFollower:
         self.encoded[target.name] = EncodedTensor(target.name, tensor.encoding, target.shape, parts, convention.name)
 
     def _buffers(self, target: Target, tensor: EncodedTensor) -> Iterator[tuple[Role, Target, Sequence[Check]]]:
-        """Yield the target of each buffer, with checks that source numbers which become one target number are equal.
+        """Yield the target of each buffer, with checks that source numbers are equal if they become a single target
+        number.
 
         Raises:
-            Refused: BLOCK_MISALIGNED if a target tile needs two scales; DTYPE_MIXED if a source tensor lacks a buffer.
+            Refused: with code BLOCK_MISALIGNED, if a target tile needs two scales; with code DTYPE_MIXED, if a source
+                tensor lacks a buffer.
         """
-        from transaxle.axes.layout.tile import scales  # imported here: few checkpoints are encoded
+        # imported inside the function, because few checkpoints are encoded
+        from transaxle.axes.layout.tile import scales
 
         yield Role.CODES, target, ()
         sources = {o.name: self.catalog.encoded[o.name] for part in target.parts for o in part.origins}
@@ -441,7 +466,7 @@ class _BufferFollower:
             )
 
     def _buffer_checks(self, check: Check) -> Iterator[Check]:
-        """Yield a check that two copies of codes are equal, and checks of their scales and further buffers."""
+        """Yield the checks that two copies of an encoded tensor are equal: their codes, scales and other buffers."""
         yield check
         first_tensor, second_tensor = self._encoding_of(check.first), self._encoding_of(check.second)
         if first_tensor is None and second_tensor is None:
@@ -471,10 +496,10 @@ def _describe_shared(target: Target, role: Role, first: Target, second: Target) 
 
 
 def writable_convention(tensor: EncodedTensor) -> Convention:
-    """Return the convention in which to write an encoded tensor: the tensor's own, or one with equivalent numbers.
+    """Return the convention in which to write an encoded tensor: its own convention, or one with equivalent numbers.
 
     Raises:
-        Refused: UNSUPPORTED if no writable convention has equivalent numbers.
+        Refused: with code UNSUPPORTED, if no writable convention has equivalent numbers.
     """
     own_convention, name = CONVENTIONS[tensor.convention], tensor.encoding.name
     for candidate in (own_convention, CONVENTIONS[PREFERRED[name]], *CONVENTIONS.values()):

@@ -1,1 +1,1 @@
-"""Integrations with trainers and with `torch.distributed.checkpoint`."""
+"""Integrations of Transaxle with trainers and with `torch.distributed.checkpoint`."""

@@ -1,27 +1,28 @@
-"""Planners for `torch.distributed.checkpoint` that read and write any dialect, and handle every placement correctly.
+"""Planners for `torch.distributed.checkpoint` (DCP) that read and write any dialect, and handle every placement
+correctly.
 
     dcp.save(state, checkpoint_id=..., planner=SavePlanner("hf"))
     dcp.load(state, checkpoint_id=..., planner=LoadPlanner("hf"))
 
-`state` has the model's tensor names, the checkpoint has the dialect's names; without a dialect, both have the same
-names. The planners also avoid errors of torch's own planners: with tensor parts of several runs, with differing dtypes
-(torch copies fp8 codes into bf16 as if they were values), and with pickles in the checkpoint that run code.
+`state` uses the model's tensor names, and the checkpoint uses the dialect's names. Without a dialect, both use the same
+names. The planners also avoid errors of torch's own planners: with shards of several runs, with differing dtypes (torch
+copies fp8 codes into bf16 as if they were values), and with pickles in the checkpoint that run code.
 
-**Experts** may be separate tensors or one stacked tensor, in the checkpoint as in the model. A checkpoint may also
-store experts in both forms; then the two copies are compared before anything is loaded (`DualFormCheck`). torch calls a
-planner only after a tensor was read. So all tensors of such a checkpoint are read into separate memory, and copied into
-the caller's tensors once all copies have proved equal. The separate memory is a second copy of the model; with
-`trust_copies` only one form is read, in place.
+**Experts** may be separate tensors or one stacked tensor, both in the checkpoint and in the model. If a checkpoint
+stores experts in both forms, the two copies are compared before anything is loaded (`DualFormCheck`). But torch calls a
+planner only after a tensor was read. So all tensors of such a checkpoint are read into separate memory, and are copied
+into the caller's tensors after all copies have proved equal. The separate memory has the size of the model. With
+`trust_copies`, only one form is read, directly into the caller's tensors.
 
-If the experts are distributed over ranks, each rank loads its own experts as a slice of the stack (`ExpertSlices`).
+If the experts are distributed among ranks, each rank loads its own experts as a slice of the stack (`ExpertSlices`).
 
-Optimizer settings in a state dict list parameters by name, with experts in the model's form (`ParamGroupNames`):
+**Optimizer settings** in a state dict list parameters by name, with experts in the model's form (`ParamGroupNames`):
 
     {"param_groups": [{"lr": 0.1, "params": ["fc1.weight0", "fc1.weight1"]}]}       one value for all groups
     {"param_groups.fc1.weight0.lr": 0.1, "param_groups.fc1.weight1.lr": 0.1}        one for each parameter, flattened
 
-torch gives a parameter group the settings of a stored group that has a parameter of the same name, and silently keeps
-the present settings if no stored group has one.
+For a parameter group, torch loads the settings of a stored group that has a parameter of the same name. If no stored
+group has one, torch silently keeps the present settings.
 """
 
 from __future__ import annotations
@@ -64,23 +65,23 @@ from transaxle.quant.entries import code_name
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, placement_of, same_bytes, take, whole_shape
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
-"""Pattern of the flattened key of the list of all parameter groups."""
+"""Pattern of the flattened key under which the list of all parameter groups is stored."""
 _NAMES = re.compile(rf"((?:.*\.)?{GROUPS})\.[0-9]+\.{PARAMS}")
 """Pattern of the key of one group's parameter names, if torch flattened the list of groups because a setting is a
-tensor; match group 1 ends before the number of the parameter group.
+tensor. Match group 1 ends before the number of the parameter group.
 """
 _ONE = re.compile(rf"((?:.*\.)?{GROUPS}\.)(.+)(\.[^.]+)")
-"""Pattern of the flattened key of one setting of one parameter."""
+"""Pattern of the flattened key under which one setting of one parameter is stored."""
 _HINT = "Build the optimizer with the groups that the source has."
 
 
 class DualFormCheck:
-    """Before a load changes any tensor, compares the copies of experts that are stored both separately and stacked.
+    """Compares the copies of experts that are stored both separately and stacked, before a load changes any tensor.
 
     Args:
-        stems: the sets of experts stored in both forms.
-        stored: the checkpoint's tensors, by Transaxle's names.
-        requested: the tensors to fill, in the checkpoint's form, by Transaxle's names.
+        stems: names of the sets of experts that are stored in both forms.
+        stored: Transaxle's tensor name -> tensor of the checkpoint.
+        requested: Transaxle's tensor name -> tensor to fill, in the checkpoint's form.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class DualFormCheck:
         names = dict.fromkeys(name for copy in self._copies for name in (copy.stack, copy.name))
         self._whole = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
         self.read = {name: _like(tensor) for name, tensor in requested.items()} | self._whole
-        """Tensors that torch should fill, by Transaxle's names."""
+        """Transaxle's tensor name -> tensor that torch should fill."""
 
     def finish(self) -> None:
-        """Compare the copies, and fill the requested tensors.
+        """Compare the copies of the experts, and fill the requested tensors.
 
         Raises:
-            Refused: UNEQUAL_COPIES, if the two copies of an expert differ; then no requested tensor is changed.
+            Refused: with code UNEQUAL_COPIES, if the two copies of an expert differ; no requested tensor is changed in
+                this case.
         """
         unequal = [copy for copy in self._copies if not self._is_equal(copy)]
         if unequal:
@@ -115,7 +117,7 @@ class DualFormCheck:
 
     def _is_equal(self, copy: MemberCopy) -> bool:
         stack, member, count = self._whole[copy.stack], self._whole[copy.name], copy.stem.count
-        # A stack's optimizer state has one 0-d step for all experts.
+        # The optimizer state of a stack has one 0-d `step` for all experts.
         is_stacked = member.dim() and stack.numel() == count * member.numel()
         return same_bytes(stack.view(count, *member.shape)[copy.place] if is_stacked else stack, member)
 
@@ -123,14 +125,14 @@ class DualFormCheck:
 def without_other_forms(
     stored: Mapping[str, TensorStorageMetadata], requested: Collection[str]
 ) -> dict[str, TensorStorageMetadata]:
-    """Return a checkpoint's tensors with only one form of each set of experts that is stored in both.
+    """Return a checkpoint's tensors with only one form of each set of experts that is stored in both forms.
 
-    The requested form is kept; if it lacks a state or an expert, the second form is kept instead, provided that it is
-    complete.
+    The requested form is kept. If it lacks a state or an expert, the second form is kept instead, provided that the
+    second form is complete.
 
     Args:
-        stored: the checkpoint's tensors, by Transaxle's names.
-        requested: the names that this rank requests.
+        stored: Transaxle's tensor name -> tensor of the checkpoint.
+        requested: the tensor names that this rank requests.
     """
     numbered, dropped = members_by_stack(stored), set[str]()
     members, stacks = _by_parameter(stored)
@@ -151,7 +153,9 @@ def without_other_forms(
 
 
 def _by_parameter(names: Collection[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Return stacked parameter -> names of its experts' tensors, and stacked parameter -> names of the stack itself."""
+    """Return stacked parameter -> names of its experts' tensors, and stacked parameter -> names of the tensors of the
+    stack itself.
+    """
     members: dict[str, set[str]] = defaultdict(set)
     stacks: dict[str, set[str]] = defaultdict(set)
     for stack, members_by_number in members_by_stack(names).items():
@@ -166,32 +170,33 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _part(whole: torch.Tensor, tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return this rank's part of a whole tensor."""
+    """Return this rank's shard of a whole tensor."""
     rank = World().rank
     return take(whole, placement_of(tensor, rank, name).positions(whole_shape(tensor))[rank])
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """This rank's experts as a slice of a stacked tensor of the checkpoint."""
+    """The experts of this rank as a slice of a stacked tensor in the checkpoint."""
 
     read: torch.Tensor
-    """Tensor that is read in place of the stacked tensor; its local part is this rank's experts."""
+    """Tensor that is read instead of the stacked tensor; its local shard contains this rank's experts."""
     values: torch.Tensor
-    """Memory into which torch reads: the stacked local parts of `members`, or a single number that all members
-    share."""
+    """Memory into which torch reads: the stacked local tensors of `members`, or a single number that all members
+    share.
+    """
     members: tuple[torch.Tensor, ...]
-    """The experts' tensors, which receive the values."""
+    """The tensors of this rank's experts, into which the values are copied."""
 
 
 class ExpertSlices:
-    """Reads a rank's experts as slices of stacked tensors, and copies the values into the experts afterwards.
+    """Reads a rank's experts as slices of stacked tensors, and then copies the values into the experts' tensors.
 
-    This is not needed for a rank that has all experts.
+    A rank that has all experts does not need this.
 
     Args:
-        tensors: this rank's tensors, optimizer state included.
-        stored: name -> shape of the checkpoint's tensors.
+        tensors: name -> tensor, for this rank's tensors including optimizer state.
+        stored: name -> shape, for the checkpoint's tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Shape]) -> None:
@@ -199,16 +204,16 @@ class ExpertSlices:
         stored_shapes = parameter_shapes(stored)
         self._slices: dict[str, _Slice] = {}
         self.members: dict[str, torch.Tensor] = {}
-        """Name -> tensor of an expert that is read as a slice of a stack."""
+        """Name of an expert's tensor -> the tensor, for experts that are read as slices of a stack."""
         for stack, names in members_by_stack(name for name in tensors if name not in stored).items():
-            shape = stored_shapes.get(split_slot(stack)[0], ())  # an optimizer's step is 0-d
+            shape = stored_shapes.get(split_slot(stack)[0], ())  # an optimizer's `step` is a 0-d tensor
             is_stack = len(shape) == len(wanted_shapes[split_slot(names[min(names)])[0]]) + 1
             if is_stack and stack in stored and max(names) < shape[0] > len(names):
                 numbers = sorted(names)
                 self._slices[stack] = _slice(stack, shape[0], numbers, [tensors[names[number]] for number in numbers])
                 self.members |= {name: tensors[name] for name in names.values()}
         self.stacks = frozenset(self._slices)
-        """Names of the stacked tensors that are read instead of the experts."""
+        """Names of the stacked tensors that are read instead of the experts' tensors."""
         whole_tensors = {name: tensor for name, tensor in tensors.items() if name not in self.members}
         self.read: dict[str, torch.Tensor] = {
             **whole_tensors,
@@ -217,7 +222,7 @@ class ExpertSlices:
         """Name -> tensor, for all tensors that torch should read, including slices of stacks."""
 
     def finish(self) -> None:
-        """Copy the values that were read into the experts."""
+        """Copy the values that were read into the experts' tensors."""
         with torch.no_grad():
             for expert_slice in self._slices.values():
                 for place, member in enumerate(expert_slice.members):
@@ -228,7 +233,8 @@ class ExpertSlices:
 
 def _slice(name: str, count: int, numbers: list[int], members: list[torch.Tensor]) -> _Slice:
     first = members[0]
-    if not first.dim():  # each expert has its own step here, but the stored stack has one step for all experts
+    # each expert of the model has its own `step`, but the stored stack has one `step` for all experts
+    if not first.dim():
         return _Slice(first, first, tuple(members))
     local, rank = local_of(first), World().rank
     intervals = placement_of(first, rank, name).positions(whole_shape(first))[rank]
@@ -239,11 +245,11 @@ def _slice(name: str, count: int, numbers: list[int], members: list[torch.Tensor
 
 
 class ParamGroupNames:
-    """Selects the optimizer settings to read from a checkpoint, and translates them to the parameter names of a state
+    """Selects which optimizer settings to read from a checkpoint, and translates them to the parameter names of a state
     dict.
 
     Args:
-        non_tensors: flattened key -> value, for values of the state dict that are not tensors.
+        non_tensors: flattened key -> value of the state dict that is not a tensor.
         stored: flattened keys of the checkpoint's entries.
     """
 
@@ -254,17 +260,17 @@ class ParamGroupNames:
         self.requested: dict[str, Any] = {
             n: value for n, value in non_tensors.items() if n not in self._sources
         } | read_instead
-        """Flattened key -> entry that torch should read."""
+        """Flattened key -> entry of the checkpoint that torch should read."""
 
     def to_state_dict(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """Return key in the state dict -> value that was read.
+        """Return key in the state dict -> value that was read from the checkpoint.
 
         Args:
             read: key in `requested` -> value that was read.
 
         Raises:
-            Refused: UNSUPPORTED, if experts that are one parameter in the state dict were trained with different
-                settings.
+            Refused: with code UNSUPPORTED, if experts that are one parameter in the state dict were trained with
+                different settings.
         """
         problems: list[Refusal] = []
         values = {name: value for name, value in read.items() if name in self._state_dict}
@@ -297,8 +303,8 @@ class ParamGroupNames:
 
 
 def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[str]]:
-    """For settings that the checkpoint lacks, return key -> keys of the same experts' settings in the checkpoint's
-    form.
+    """For settings that the checkpoint lacks, return key -> keys of the same experts' settings in the form that the
+    checkpoint uses.
     """
     by_stack: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in stored:
@@ -309,8 +315,8 @@ def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[st
 
 
 def _of_stack(name: str) -> tuple[str, str, str] | None:
-    """Split the key of a parameter's setting into prefix, parameter and setting; an expert's name becomes its stack's
-    name.
+    """Split the key of a parameter's setting into prefix, parameter and setting; the name of an expert becomes the name
+    of its stack.
     """
     split = _ONE.fullmatch(name)
     return None if split is None else (split[1], stack_name(split[2]), split[3])
@@ -330,9 +336,9 @@ def _rename_experts(
     """Return the stored parameter groups, with experts named as in the optimizer.
 
     Args:
-        own_groups: parameter groups of the optimizer.
+        own_groups: parameter groups of the optimizer that loads.
         stored: parameter groups of the checkpoint.
-        problems: list to which refusals are appended: UNSUPPORTED for a parameter that would belong to several groups.
+        problems: list to which a refusal (UNSUPPORTED) is added for each parameter that would belong to several groups.
     """
     group_of = group_numbers(stored)
     by_stack: dict[str, list[str]] = defaultdict(list)
@@ -354,9 +360,12 @@ def _rename_experts(
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
 """Pattern of the flattened key of optimizer state, `app.optim.state.<parameter>.<state>`; match group 1 is the
-prefix."""
+prefix.
+"""
 _HOME = "optimizer.state."
-"""Prefix of optimizer state's keys, if the state dict has no optimizer entry that shows the prefix."""
+"""Prefix of the keys of optimizer state, if the state dict has no optimizer entry from which the prefix could be
+read.
+"""
 
 
 class _Translating:
@@ -382,10 +391,10 @@ class _Translating:
 
 
 class SavePlanner(_Translating, DefaultSavePlanner):
-    """A planner for `dcp.save` that writes a state dict under the names and in the shapes of a dialect.
+    """A planner for `dcp.save` that writes a state dict with the tensor names and shapes of a dialect.
 
-    Its arguments are the `dialect` of the checkpoint (None: the state dict's dialect), `family`, `source` and `config`
-    as for `state_dict_as`, and the arguments of torch's `DefaultSavePlanner`.
+    Its arguments are the `dialect` of the checkpoint (None means the dialect of the state dict), `family`, `source` and
+    `config` as for `state_dict_as`, and the arguments of torch's `DefaultSavePlanner`.
     """
 
     @suggests
@@ -417,10 +426,10 @@ class SavePlanner(_Translating, DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Prepare to save a state dict, in the dialect of the checkpoint.
+        """Prepare to save a state dict, translated into the dialect of the checkpoint.
 
         Raises:
-            TransaxleError: the refusals of `state_dict_as`.
+            TransaxleError: any error that `state_dict_as` raises.
         """
         if self._dialect is not None:
             flat = flatten_state_dict(state_dict)[0]
@@ -432,18 +441,18 @@ class SavePlanner(_Translating, DefaultSavePlanner):
 
 
 class LoadPlanner(_Translating, DefaultLoadPlanner):
-    """A planner for `dcp.load` that reads a checkpoint in any dialect; its first arguments are the same as for
+    """A planner for `dcp.load` that reads a checkpoint in any dialect. Its first arguments are the same as for
     `SavePlanner`.
 
-    If a tensor of the checkpoint corresponds to several tensors of the model or to a part of one, the planner reads it
-    into separate memory, and fills the model's tensors once all tensors have arrived. Without a dialect, experts of
-    grouped layers may still be separate tensors in the checkpoint and a stack in the model, or the reverse; the planner
-    refuses a checkpoint with a different number of experts (counted on all ranks), with only a part of them, or with
-    experts in two forms whose values differ.
+    If a tensor of the checkpoint corresponds to several tensors of the model or to a region of one, the planner reads
+    it into separate memory. It fills the model's tensors when all tensors have been read. Without a dialect, the
+    experts of grouped layers may still be separate tensors in the checkpoint and a stack in the model, or the reverse.
+    The planner refuses a checkpoint with a different number of experts (counted on all ranks), with only some of them,
+    or with experts in two forms whose values differ.
 
-    To find differing copies, every rank reads all experts that are stored in both forms completely, into separate
-    memory. With `trust_copies` the planner assumes that the copies are equal, and each rank reads its own part of one
-    form: the requested form, if that is complete.
+    To find copies that differ, every rank reads all experts that are stored in both forms completely, into separate
+    memory. With `trust_copies` the planner assumes that the copies are equal. Then each rank reads only its own shard
+    of one form: the requested form, if that is complete.
     """
 
     _state_dict: dict[str, Any]
@@ -484,11 +493,11 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Prepare to load a checkpoint, in its dialect, into a state dict.
+        """Prepare to load a checkpoint, which is in its own dialect, into a state dict.
 
         Raises:
-            TransaxleError: the refusals of `state_dict_as`; SHAPE_MISMATCH or INCOMPLETE, if the checkpoint has a
-                different set of experts.
+            TransaxleError: any error that `state_dict_as` raises; with code SHAPE_MISMATCH or INCOMPLETE, if the
+                checkpoint has a different set of experts.
         """
         self._state_dict, self._bytes, self._final_steps, self._lock = state_dict, {}, [], threading.Lock()
         flat, self._paths = flatten_state_dict(state_dict)
@@ -537,8 +546,8 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         stems: Sequence[Regrouping],
         stored: Mapping[str, TensorStorageMetadata],
     ) -> Mapping[str, torch.Tensor]:
-        """Do not request scaling histories that the checkpoint lacks although it has the codes; the histories start at
-        zero.
+        """If the checkpoint has the codes of tensors but not their scaling histories, do not request the histories;
+        they start at zero.
         """
         available = {*stored, *(name for stem in stems for name in stem.targets)}
         lacking = [
@@ -556,10 +565,11 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return {name: tensor for name, tensor in read_into.items() if name not in lacking}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan this rank's reads, and check that every stored tensor fits the requested one.
+        """Plan which tensors this rank reads, and check that every stored tensor fits the requested tensor.
 
         Raises:
-            Refused: MISSING_TENSOR, SHAPE_MISMATCH or DTYPE_MISMATCH; one error has the refusals of all tensors.
+            Refused: one error with a refusal for each tensor that does not fit, with code MISSING_TENSOR,
+                SHAPE_MISMATCH or DTYPE_MISMATCH.
         """
         stored_items = {} if self.metadata is None else self.metadata.state_dict_metadata
         problems = []
@@ -585,11 +595,11 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return replace(super().create_local_plan(), planner_data=self._experts)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Check all ranks' plans together: the ranks must request exactly the experts that the checkpoint stores.
+        """Check the plans of all ranks together: the ranks must request exactly the experts that the checkpoint stores.
 
         Raises:
-            Refused: SHAPE_MISMATCH or INCOMPLETE, before anything is read, if the checkpoint has a different set of
-                experts.
+            Refused: with code SHAPE_MISMATCH or INCOMPLETE, before anything is read, if the checkpoint has a different
+                set of experts.
         """
         requested_experts: dict[str, tuple[int, ...]] = {}
         for plan in global_plan:
@@ -598,15 +608,15 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Accept this rank's final plan, and count its items."""
+        """Accept this rank's final plan, and count the read items in it."""
         self._items_left = len(new_plan.items)
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an entry that is not a tensor; reading never runs code from the checkpoint.
+        """Load an entry that is not a tensor; reading it never runs code from the checkpoint.
 
         Raises:
-            Refused: UNSAFE_PICKLE, if the entry's pickle would run code.
+            Refused: with code UNSAFE_PICKLE, if the entry's pickle would run code.
         """
         name = read_item.dest_index.fqn
         try:
@@ -617,12 +627,12 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self._count_finished()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Count a tensor as finished, once torch has filled it."""
+        """Count a tensor as finished after torch has filled it."""
         super().commit_tensor(read_item, tensor)
         self._count_finished()
 
     def _count_finished(self) -> None:
-        """Count a finished item of the plan; after the last item, fill the caller's state dict."""
+        """Count a finished read item of the plan; after the last read item, fill the caller's state dict."""
         with self._lock:
             self._items_left -= 1
             if self._items_left:
@@ -636,12 +646,12 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
 
 
 def _home(flat: Iterable[str]) -> str:
-    """Return the prefix of optimizer state in a state dict's keys."""
+    """Return the prefix of optimizer state in the keys of a state dict."""
     return next((match[1] for name in flat if (match := _STATE.fullmatch(name)) is not None), _HOME)
 
 
 def _split_tensors(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split a flattened state dict into tensors by Transaxle's names, and non-tensor entries by their keys."""
+    """Split a flattened state dict into Transaxle's tensor name -> tensor, and key -> entry that is not a tensor."""
     tensors = {_slot_name(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
 
@@ -651,7 +661,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _tensors_of(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a checkpoint by Transaxle's names."""
+    """Return Transaxle's tensor name -> tensor, for the tensors of a checkpoint."""
     items = {} if metadata is None else metadata.state_dict_metadata
     return {_slot_name(name, home): item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
 
@@ -661,7 +671,7 @@ def _sizes(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, 
 
 
 def _slot_name(name: str, home: str) -> str:
-    """Return Transaxle's name of a tensor: torch's `optimizer.state.<parameter>.<state>` becomes
+    """Return Transaxle's name for a tensor: torch's `optimizer.state.<parameter>.<state>` becomes
     `optim/<parameter>/<state>`.
     """
     parameter, dot, slot = name.removeprefix(home).rpartition(".")
@@ -669,6 +679,6 @@ def _slot_name(name: str, home: str) -> str:
 
 
 def _flat(name: str, home: str) -> str:
-    """Return torch's name of a tensor; the inverse of `_slot_name`."""
+    """Return torch's name for a tensor; this is the inverse of `_slot_name`."""
     parameter, slot = split_slot(name)
     return name if not slot else f"{home}{parameter}.{slot}"

@@ -1,11 +1,11 @@
-"""A callback for transformers' Trainer and hooks for accelerate, neither of which is imported here.
+"""A callback for transformers' Trainer and hooks for accelerate; neither package is imported by this module.
 
-The callback leaves the Trainer's own files (progress, schedule, random states) unchanged. It writes into the Trainer's
-folder for a step, so that rotation and resuming still work; or it writes under a URL, and deletes old checkpoints there
-itself.
+The callback does not change the Trainer's own files (progress, schedule, random states). The callback writes into the
+Trainer's folder for a step, so that the Trainer can still rotate folders and resume. Or it writes under a URL, and
+deletes old checkpoints at that URL itself.
 
-The hooks for accelerate's `save_state` and `load_state` leave accelerate's other files unchanged. They write into
-accelerate's folder; or they write under a URL, and delete old checkpoints there themselves.
+The hooks for accelerate's `save_state` and `load_state` do not change accelerate's other files. The hooks write into
+accelerate's folder. Or they write under a URL, and delete old checkpoints at that URL themselves.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from transaxle.torch_tensors import Ranks, read_group, unwrap
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
 _PREFIX = "checkpoint-"
-"""Prefix of the name that the Trainer gives to a step's folder."""
+"""Prefix of the folder name that the Trainer uses for a step's checkpoint."""
 _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
-"""The Trainer's progress file, and the key of its log history in that file."""
+"""Name of the Trainer's progress file, and key of the log history in that file."""
 _PROGRESS = "trainer_state"
-"""Key, in a checkpoint's extra state, of the text of the Trainer's progress file."""
+"""Key in a checkpoint's extra state under which the text of the Trainer's progress file is stored."""
 _RANDOM, _SCALER = "random", "scaler"
-"""Keys, in a checkpoint's extra state, of each rank's random state and of the gradient scaler's state."""
+"""Keys in a checkpoint's extra state for each rank's random state, and for the gradient scaler's state."""
 _WEIGHTS = ".safetensors"
 _BLOCK = 8 << 20
 
@@ -70,28 +70,28 @@ class TrainerCheckpoints:
     `checkpoint-N` folder.
 
     `trainer.train(resume_from_checkpoint=…)` then loads weights, optimizer, schedule and gradient scaler from that
-    folder, at any world size and sharding, and random states if the world size is unchanged; all this after the Trainer
-    has loaded its own copies. The Trainer deletes old checkpoints (`save_total_limit`) before this callback writes, so
-    let the Trainer keep at least two.
+    folder, with any number of ranks and any sharding. Random states are loaded only if the number of ranks is
+    unchanged. The callback loads after the Trainer has loaded its own copies. The Trainer deletes old checkpoints
+    (`save_total_limit`) before this callback writes, so the limit must be at least two.
 
-    With `url`, each `checkpoint-N` is saved under that URL instead, together with the Trainer's progress: `fetch`
-    copies the newest one back to a machine that has none. The callback then deletes old checkpoints itself, once newer
-    ones are complete.
+    With `url`, each `checkpoint-N` is saved under that URL instead, together with the Trainer's progress. `fetch`
+    copies the newest checkpoint to a machine that has none. The callback then deletes old checkpoints itself, after
+    newer checkpoints are complete.
 
     Args:
-        to: `FORMAT[:DIALECT]`, as for `save`.
+        to: file format and dialect, `FORMAT[:DIALECT]`, as for `save`.
         background: whether to write the files while training continues, as `async_save` does.
-        resume: the `checkpoint-N` to resume from, if it is neither in the Trainer's `output_dir` nor under `url`: the
-            Trainer does not pass such a path to callbacks.
-        group: the ranks that train and save together; None: all ranks.
-        url: a folder or URL for the checkpoints.
-        keep: number of checkpoints to keep, in addition to the Trainer's best checkpoint; None: keep all.
+        resume: path of the `checkpoint-N` to resume from, if it is neither in the Trainer's `output_dir` nor under
+            `url`. (The Trainer does not pass such a path to callbacks.)
+        group: the ranks that train and save together; None means all ranks.
+        url: a folder or URL under which checkpoints are saved.
+        keep: number of checkpoints to keep, in addition to the Trainer's best checkpoint; None means all.
 
-    All other arguments are the same as for `save`.
+    All other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        TransaxleError: the format, family or dialect is unknown, or the config cannot be read.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: if the format, family or dialect is unknown, or the config cannot be read.
     """
 
     @suggests
@@ -125,9 +125,9 @@ class TrainerCheckpoints:
         self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
         self._job: SaveJob | None = None
         self._random: Any = None
-        """This rank's loaded random state, until the random generators are set to it."""
+        """This rank's loaded random state, until it is applied to the random generators."""
         self._is_between = False
-        """Whether the checkpoint that the run resumes from was saved between two epochs."""
+        """Whether the checkpoint from which the run resumes was saved between two epochs."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith(_EVENT):
@@ -135,15 +135,15 @@ class TrainerCheckpoints:
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **arguments: Any) -> None:
-        """Check that the model can be saved; load the state if the Trainer resumes from a checkpoint that this callback
-        saved.
+        """Check that the model can be saved. If the Trainer resumes from a checkpoint that this callback saved, load
+        the state.
 
-        If the Trainer resumes but has no such checkpoint, it warns: then the Trainer's own copies of weights and state
-        are used.
+        If the Trainer resumes from another checkpoint, the callback warns, and the Trainer's own copies of weights and
+        state are used.
 
         Raises:
-            TransaxleError: a save or a load of the model would be refused.
-            StorageError: IO, if `url` cannot be reached.
+            TransaxleError: if a save or a load of the model would be refused.
+            StorageError: with code IO, if `url` cannot be reached.
         """
         name = _name(state.global_step)
         first = str(Path(args.output_dir, name, FOLDER)) if self._steps is None else self._steps.place(name)
@@ -164,7 +164,7 @@ class TrainerCheckpoints:
             )
 
         sources = World(self._group).pool(find_source)
-        if sources[0]:  # all ranks load the checkpoint that the first rank found
+        if sources[0]:  # all ranks load the checkpoint that the first rank has found
             load(
                 arguments["model"],
                 sources[0],
@@ -185,24 +185,24 @@ class TrainerCheckpoints:
             )
 
     def fetch(self, output_dir: PathLike) -> str | None:
-        """Copy the newest complete checkpoint under `url` back into a local folder, from which a Trainer can resume.
+        """Copy the newest complete checkpoint under `url` into a local folder, from which a Trainer can resume.
 
-        Call it on one rank of each machine that has an `output_dir` of its own, before `train`. The folder contains the
-        weights and the progress; in `train`, each rank then loads its part of the weights and all other state from
-        `url`.
+        Call this method before `train`, on one rank of each machine that has its own `output_dir`. The folder contains
+        the weights and the progress. In `train`, each rank then loads its shards of the weights and all other state
+        from `url`.
 
         Args:
             output_dir: the Trainer's `output_dir`, in which the folder `checkpoint-N` appears once it is complete.
 
         Returns:
-            The folder, for `trainer.train(resume_from_checkpoint=…)`; None if there is no checkpoint. An existing
-            folder of the same step is left unchanged.
+            The path of the folder, for `trainer.train(resume_from_checkpoint=…)`; None if there is no checkpoint. An
+            existing folder of the same step is left unchanged.
 
         Raises:
-            TypeError: `output_dir` is no path.
-            Refused: UNSUPPORTED, if there is no `url`, or if the checkpoint is not in safetensors, the only format that
-                the Trainer reads.
-            StorageError: IO, if the checkpoint cannot be read, or the folder cannot be written.
+            TypeError: if `output_dir` is not a path.
+            Refused: with code UNSUPPORTED, if there is no `url`, or if the checkpoint is not in safetensors format, the
+                only format that the Trainer reads.
+            StorageError: with code IO, if the checkpoint cannot be read, or the folder cannot be written.
         """
         folder = Path(read_path("output_dir", output_dir))
         if self._steps is None:
@@ -229,15 +229,15 @@ class TrainerCheckpoints:
         return str(target)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """If the checkpoint was saved between two epochs, set its random state before the order of the data is
+        """If the checkpoint was saved between two epochs, restore its random state before the order of the data is
         drawn.
         """
         if self._is_between:
             self._set_random()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """If the checkpoint was saved within an epoch, set its random state once the Trainer has skipped the earlier
-        data.
+        """If the checkpoint was saved within an epoch, restore its random state after the Trainer has skipped the
+        earlier data.
         """
         self._set_random()
 
@@ -247,11 +247,11 @@ class TrainerCheckpoints:
             Random().load_state_dict(state)
 
     def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
-        """Wait for the last save if a new save is due, since the Trainer may then delete the checkpoint that is being
-        written.
+        """If a new save is due, wait for the last save, because the Trainer may delete the checkpoint that is still
+        being written.
 
         Raises:
-            TransaxleError: the save has failed.
+            TransaxleError: if the last save has failed.
         """
         if control is not None and control.should_save:
             self._wait()
@@ -259,10 +259,11 @@ class TrainerCheckpoints:
     on_epoch_end = on_step_end
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Wait for the last save, because a Trainer that keeps the best checkpoint saves again right after evaluating.
+        """Wait for the last save, because a Trainer that keeps the best checkpoint saves again immediately after an
+        evaluation.
 
         Raises:
-            TransaxleError: the save has failed.
+            TransaxleError: if the last save has failed.
         """
         self._wait()
 
@@ -283,20 +284,22 @@ class TrainerCheckpoints:
         self._wait()
         with (world := World(self._group)).together():
             if world.rank == world.ranks[0]:
-                remove(str(place))  # an earlier run left it; the Trainer has just replaced that run's other files
+                # an earlier run left this folder; the Trainer has just replaced the other files of that run
+                remove(str(place))
         options |= {"overwrite": True, "group": self._group}
         if not self._background:
             save(arguments["model"], place, **options)
             return
         self._job = async_save(arguments["model"], place, **options)
         if control is not None and control.should_training_stop:
-            self._wait()  # if it keeps one checkpoint, the Trainer deletes all but the best before `on_train_end`
+            # if it keeps one checkpoint, the Trainer deletes all except the best before it calls `on_train_end`
+            self._wait()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the last save.
 
         Raises:
-            TransaxleError: the save has failed.
+            TransaxleError: if the last save has failed.
         """
         self._wait()
 
@@ -308,32 +311,32 @@ class TrainerCheckpoints:
 
 
 def _schedule(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the learning rate schedule by name; empty if the Trainer passes none."""
+    """Return name -> learning rate schedule; empty if the Trainer passes no schedule."""
     schedule = arguments.get(_SCHEDULE)
     return {} if schedule is None else {_SCHEDULE: schedule}
 
 
 def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gradient scaler by name, which accelerate's optimizer has for half precision; empty if there is
-    none.
+    """Return name -> gradient scaler, which accelerate's optimizer has for half precision; empty without a gradient
+    scaler.
     """
     scaler = getattr(arguments["optimizer"], _SCALER, None)
     return {_SCALER: scaler} if isinstance(scaler, Stateful) else {}
 
 
 def _name(step: int) -> str:
-    """Return the name that the Trainer gives to a step's folder."""
+    """Return the folder name that the Trainer uses for a step's checkpoint."""
     return f"{_PREFIX}{step}"
 
 
 def _source(state: Any, place: str) -> str:
-    """Return `place` or its subfolder, whichever has this callback's checkpoint for a Trainer's state; "" if neither
-    has.
+    """Return `place` or its subfolder, whichever contains this callback's checkpoint for a Trainer's state; return ""
+    if neither does.
 
-    The checkpoint belongs to the state if both have the same log history.
+    The checkpoint belongs to the Trainer's state if both have the same log history.
 
     Raises:
-        StorageError: IO, if files cannot be read or written.
+        StorageError: with code IO, if files cannot be read or written.
     """
     if not is_url(place):
         with suppress(OSError):
@@ -343,13 +346,13 @@ def _source(state: Any, place: str) -> str:
 
 
 def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
-    """Tell whether a checkpoint under a URL and a Trainer's folder come from one save; two runs may have equal log
-    histories.
+    """Return whether a checkpoint under a URL and a Trainer's folder were written by the same save; two runs may have
+    equal log histories.
 
-    A folder without a save ID, such as a folder from `fetch`, is accepted.
+    A folder without a save ID, such as a folder that `fetch` wrote, is accepted.
 
     Raises:
-        StorageError: IO, if files cannot be read or written.
+        StorageError: with code IO, if files cannot be read or written.
     """
     tickets = set()
     for folder in folders:
@@ -360,7 +363,7 @@ def _is_of_one_save(state: Any, place: str, folders: Sequence[str]) -> bool:
 
 
 def _has_history(state: Any, text: bytes) -> bool:
-    """Tell whether the text of a Trainer's progress file has the same log history as a Trainer's state."""
+    """Return whether the text of a Trainer's progress file has the same log history as a Trainer's state."""
     try:
         return json.dumps(parse_json(text)[_HISTORY]) == json.dumps(state.log_history)
     except (ValueError, LookupError, TypeError):
@@ -368,11 +371,12 @@ def _has_history(state: Any, text: bytes) -> bool:
 
 
 def _copy_weights(place: str, folder: Path) -> None:
-    """Copy the files of a checkpoint that contain the model's weights, but not its optimizer files.
+    """Copy the files of a checkpoint that contain the model's weights, but not the files of the optimizer.
 
     Raises:
-        Refused: UNSUPPORTED, if the checkpoint has no safetensors files; CORRUPT, if it changes while it is copied.
-        StorageError: IO, if files cannot be read or written.
+        Refused: with code UNSUPPORTED, if the checkpoint has no safetensors files; with code CORRUPT, if it changes
+            while it is copied.
+        StorageError: with code IO, if files cannot be read or written.
     """
     storage = storage_at(place)
     names = [name for name in storage.listing("").names if name not in (MANIFEST, FILE)]
@@ -387,43 +391,44 @@ def _copy_weights(place: str, folder: Path) -> None:
 
 
 _BEST = "transaxle_best"
-"""Key, in a checkpoint's extra state, of the best checkpoint's name."""
+"""Key in a checkpoint's extra state under which the name of the best checkpoint is stored."""
 
 
 class AccelerateHooks:
-    """Hooks that make accelerate's `save_state` and `load_state` use Transaxle, so that a model loads at any world
-    size.
+    """Hooks that make accelerate's `save_state` and `load_state` use Transaxle, so that any number of ranks can load
+    the model.
 
-    `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights; with its FSDP
-    plugin, accelerate still writes and reads model and optimizer itself, but Transaxle loads afterwards, and its values
-    replace accelerate's.
+    `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights. With its FSDP
+    plugin, accelerate still writes and reads model and optimizer itself; but Transaxle loads afterwards, and its values
+    replace those of accelerate.
 
-    One hooks object handles one model. If there are several, the first registered object saves into `transaxle`, the
-    next one into `transaxle_1`, and so on, as accelerate numbers its own files: register them in the same order when
-    you load.
+    One `AccelerateHooks` object handles one model. If there are several models, the first registered object saves into
+    `transaxle`, the next into `transaxle_1`, and so on, as accelerate numbers its own files. So register the objects in
+    the same order when you load.
 
     With `url`, the checkpoint of `save_state("out/checkpoint_3")` is saved as `checkpoint_3` under that URL, and old
-    checkpoints are deleted once newer ones are complete; accelerate's own files stay in its folder. The hooks of each
-    model need a URL of their own.
+    checkpoints are deleted after newer ones are complete. The files that accelerate writes remain in its folder. The
+    hooks of each model need a different URL.
 
     Args:
         model: the prepared model.
-        optimizer: the model's optimizer, to include its state in the checkpoint; accelerate always writes its own copy
-            of a prepared optimizer, and unless the optimizer is sharded, loads that copy afterwards.
-        to: `FORMAT[:DIALECT]`, as for `save`.
-        extra: further objects to save, as for `save`; `load_state` restores objects that have `load_state_dict`.
-        background: with `url`, whether to write files while training continues, as `async_save` does; call `wait` at
+        optimizer: the model's optimizer, if its state is to be in the checkpoint. Accelerate always writes its own copy
+            of a prepared optimizer, and loads that copy afterwards unless the optimizer is sharded.
+        to: file format and dialect, `FORMAT[:DIALECT]`, as for `save`.
+        extra: additional objects to save, as for `save`; `load_state` restores objects that have the method
+            `load_state_dict`.
+        background: with `url`, whether to write files while training continues, as `async_save` does. Call `wait` at
             the end.
-        group: the ranks that train and save together; None: all ranks.
-        url: a folder or URL for the checkpoints.
-        keep: number of checkpoints to keep, in addition to the one that `keep_best` protects; None: keep all. With
-            `keep`, the folder names passed to `save_state` must end in the step's number.
+        group: the ranks that train and save together; None means all ranks.
+        url: a folder or URL under which checkpoints are saved.
+        keep: number of checkpoints to keep, in addition to the checkpoint that `keep_best` protects; None means all.
+            With `keep`, the folder names passed to `save_state` must end in the number of the step.
 
-    All other arguments are the same as for `save`.
+    All other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument has a wrong type.
-        TransaxleError: the format, family or dialect is unknown, or the config cannot be read.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: if the format, family or dialect is unknown, or the config cannot be read.
     """
 
     @suggests
@@ -470,11 +475,13 @@ class AccelerateHooks:
         self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
 
     def register(self, accelerator: Any) -> None:
-        """Register both hooks with an `Accelerator`, and remove hooks of models that its `free_memory` has dropped.
+        """Register both hooks with an `Accelerator`, and remove the hooks of models that the accelerator's
+        `free_memory` has dropped.
 
         Raises:
-            Refused: NAME_COLLISION, if hooks of a different model of this accelerator use the same `url`; UNSUPPORTED,
-                if `load_state` could not load into the model, because DeepSpeed keeps its values or they are offloaded.
+            Refused: with code NAME_COLLISION, if hooks of a different model of this accelerator use the same `url`;
+                with code UNSUPPORTED, if `load_state` could not load into the model, because DeepSpeed stores its
+                values or they are offloaded.
         """
         check_loadable(self._model)
         registered = _REGISTERED.setdefault(accelerator, [])
@@ -494,11 +501,11 @@ class AccelerateHooks:
         ]
 
     def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Save the model, and remove its weights from the list that accelerate will write.
+        """Save the model, and remove its weights from the list of weights that accelerate will write.
 
         Raises:
-            TransaxleError: an error of `save`; UNSUPPORTED, if a different hook has already removed weights from the
-                list.
+            TransaxleError: any error that `save` raises; with code UNSUPPORTED, if another hook has already removed
+                weights from the list.
         """
         remaining = [model for model in models if not any(each._is_ours(model) for each in self._before)]
         if weights and len(weights) != len(remaining):
@@ -523,10 +530,11 @@ class AccelerateHooks:
             ]
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
-        """Load the model, and remove it from the list that accelerate will load.
+        """Load the model, and remove it from the list of models that accelerate will load.
 
         Raises:
-            TransaxleError: an error of `load`; INCOMPLETE, if the checkpoint under `url` is from an earlier save.
+            TransaxleError: any error that `load` raises; with code INCOMPLETE, if the checkpoint under `url` was
+                written by an earlier save.
         """
         self.wait()
         steps = self._steps
@@ -543,14 +551,14 @@ class AccelerateHooks:
         models[:] = [model for model in models if not self._is_ours(model)]
 
     def _folder(self, name: str) -> str:
-        """Add this model's number to a folder name, as accelerate numbers its own files."""
+        """Add the number of this model to a folder name, as accelerate numbers its own files."""
         return f"{name}_{len(self._before)}" if self._before else name
 
     def _check_ticket(self, input_dir: str, place: str, ticket: str | None) -> None:
-        """Refuse a checkpoint under `url` if accelerate's folder is from a later save that did not complete.
+        """Refuse a checkpoint under `url` if accelerate's folder was written by a later save that did not complete.
 
         Raises:
-            Refused: INCOMPLETE, if the two are from different saves.
+            Refused: with code INCOMPLETE, if checkpoint and folder were written by different saves.
         """
         try:
             own_ticket = Path(input_dir, self._folder(TICKET)).read_text("utf-8")
@@ -562,17 +570,19 @@ class AccelerateHooks:
             raise refuse("INCOMPLETE", message, file=place, hint=hint)
 
     def keep_best(self, output_dir: PathLike | None) -> None:
-        """Protect the best checkpoint from deletion by age; the former best checkpoint is no longer protected.
+        """Protect the best checkpoint from being deleted for its age; the former best checkpoint is no longer
+        protected.
 
-        Later checkpoints store the best checkpoint's name, and `load_state` of a later checkpoint protects it again.
+        Later checkpoints store the name of the best checkpoint, and `load_state` of a later checkpoint protects it
+        again.
 
         Args:
-            output_dir: path of the best checkpoint, as given to or returned by `save_state`; None: protect no
-                checkpoint.
+            output_dir: path of the best checkpoint, as passed to or returned by `save_state`; None means that no
+                checkpoint is protected.
 
         Raises:
-            TypeError: `output_dir` is no path.
-            Refused: UNSUPPORTED, if there is no `url`: accelerate alone deletes its local folders.
+            TypeError: if `output_dir` is not a path.
+            Refused: with code UNSUPPORTED, if there is no `url`, because only accelerate deletes its local folders.
         """
         if self._steps is None:
             hint = "Give AccelerateHooks(url=…, keep=…), or copy it elsewhere."
@@ -583,13 +593,13 @@ class AccelerateHooks:
         """Wait for the last background save, and delete the checkpoints that it replaces.
 
         Raises:
-            TransaxleError: the save has failed.
+            TransaxleError: if the save has failed.
         """
         if self._steps is not None:
             self._steps.wait()
 
     def _is_ours(self, model: nn.Module) -> bool:
-        """Tell whether a model from accelerate is this object's model; for a model in DDP, accelerate may pass the
+        """Return whether accelerate's model is the model of this object; for a model in DDP, accelerate may pass the
         inner model.
         """
         return unwrap(model) is unwrap(self._model)
@@ -599,4 +609,4 @@ class AccelerateHooks:
 
 
 _REGISTERED: WeakKeyDictionary[Any, list[AccelerateHooks]] = WeakKeyDictionary()
-"""`Accelerator` -> its registered hooks, in the order in which they run."""
+"""`Accelerator` -> the hooks registered with it, in the order in which they run."""

@@ -1,12 +1,13 @@
-"""A `CheckpointIO`, which Lightning's trainer calls to write, read and delete checkpoints. Lightning is not imported
-here.
+"""A `CheckpointIO`: the object that Lightning's trainer calls to write, read and delete checkpoints. Lightning is not
+imported by this module.
 
-Lightning collects a checkpoint dict on its first rank. The dict's weights and optimizer state are saved under parameter
-names, and all other entries as plain data, so nothing is pickled, and any number of ranks can resume.
+Lightning collects the state of a run in a checkpoint dict on its first rank. The dict's weights and optimizer state are
+saved under parameter names, and all other entries as plain data. So nothing is pickled, and any number of ranks can
+resume.
 
-**Lightning's strategies**: most strategies call a `CheckpointIO` on the first rank only, so other ranks would not learn
-that a save failed. Strategies that shard the module call a `CheckpointIO` only to delete checkpoints. So when a run
-begins, methods of its strategy are replaced, and every rank takes part in saves and loads.
+**Lightning's strategies**: most strategies call a `CheckpointIO` on the first rank only, so the other ranks would not
+learn that a save failed. Strategies that shard the module call a `CheckpointIO` only to delete checkpoints. So when a
+run begins, methods of its strategy are replaced, so that every rank takes part in saves and loads.
 """
 
 from __future__ import annotations
@@ -40,41 +41,42 @@ from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors import local_of, same_bytes, torch_dtype, unwrap
 
 _CONFIGURE = "configure_callbacks"
-"""Hook of a `LightningModule` that Lightning calls on every rank when a run begins, before any set-up."""
+"""Name of the hook of a `LightningModule` that Lightning calls on every rank when a run begins, before any set-up."""
 _SAVE, _LOAD = "save_checkpoint", "load_checkpoint"
 _PACKAGES = ("pytorch_lightning.strategies", "lightning.pytorch.strategies")
 _BASE, _SHARDED = "Strategy", "ModelParallelStrategy"
 _PARTS = "_save_distributed_checkpoint"
-"""Attribute of `ModelParallelStrategy`: true if each rank saves its own parts, false if one rank saves whole
-tensors."""
+"""Attribute of `ModelParallelStrategy`: true if each rank saves its own shards, false if one rank saves whole
+tensors.
+"""
 _INNER = "checkpoint_io"
 _AVERAGING = "WeightAveraging"
 _SPAWNING = "_MultiProcessingLauncher"
-"""Lightning's class that starts the rank processes of `ddp_spawn`, `ddp_fork` and `ddp_notebook`."""
+"""Lightning's class that starts the rank processes of the strategies `ddp_spawn`, `ddp_fork` and `ddp_notebook`."""
 
 
 class Checkpoints(Protocol):
     """The methods of `LightningCheckpoints` that Lightning's strategies call."""
 
     is_sharded: bool
-    """Whether every rank saves its own parts; if false, the first rank saves all tensors."""
+    """Whether every rank saves its own shards; if False, the first rank saves all tensors."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: object = None) -> None:
-        """Save Lightning's checkpoint dict."""
+        """Write Lightning's checkpoint dict to a path."""
 
     def load_checkpoint(self, path: Any) -> dict[str, Any]:
-        """Return Lightning's checkpoint dict."""
+        """Read a checkpoint, and return Lightning's checkpoint dict."""
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete the checkpoint at a path."""
 
     def teardown(self) -> None:
-        """Wait for the last save."""
+        """Wait until the last save has ended."""
 
 
 def follow(module: nn.Module, kind: type[Checkpoints]) -> None:
-    """Arrange that `take_part` is called whenever a run of a `LightningModule` begins, if its `CheckpointIO` is of type
-    `kind`.
+    """Arrange that `take_part` is called whenever a run of a `LightningModule` begins, if the run's `CheckpointIO` is
+    of type `kind`.
     """
     configure = getattr(module, _CONFIGURE, None)
     if configure is not None and _CONFIGURE not in vars(module):
@@ -82,7 +84,9 @@ def follow(module: nn.Module, kind: type[Checkpoints]) -> None:
 
 
 def _begin(module: Any, configure: Any, kind: type[Checkpoints]) -> Any:
-    """Replacement for the module's hook `configure_callbacks`, which also calls `take_part`."""
+    """Replacement for the module's hook `configure_callbacks`, which calls `take_part` in addition to the original
+    hook.
+    """
     checkpoints = module.trainer.strategy.checkpoint_io
     if isinstance(getattr(checkpoints, _INNER, None), kind):
         message = f"{type(checkpoints).__name__} saves in a thread, while training goes on and changes the weights"
@@ -93,10 +97,11 @@ def _begin(module: Any, configure: Any, kind: type[Checkpoints]) -> Any:
 
 
 def take_part(trainer: Any, checkpoints: Checkpoints) -> None:
-    """Let every rank take part in saves and loads of a trainer's strategy, and raise any rank's error.
+    """Make every rank take part in saves and loads of a trainer's strategy, and raise an error on all ranks if any rank
+    has one.
 
     Raises:
-        Refused: UNSUPPORTED, if the strategy has a save method of its own, or spawns its ranks.
+        Refused: with code UNSUPPORTED, if the strategy has its own save method, or spawns its ranks.
     """
     strategy = trainer.strategy
     checkpoints.is_sharded = _is_sharded(strategy)
@@ -110,7 +115,7 @@ def take_part(trainer: Any, checkpoints: Checkpoints) -> None:
 
 
 class _Ranks:
-    """Replacements for methods of a strategy, called on every rank."""
+    """Replacements for methods of Lightning's strategy, which are called on every rank."""
 
     def __init__(self, strategy: Any, checkpoints: Checkpoints) -> None:
         self._strategy = strategy
@@ -140,15 +145,15 @@ class _Ranks:
 
 
 def _is_sharded(strategy: Any) -> bool:
-    """Tell whether a strategy shards the module over all ranks, with FSDP2 or tensor parallelism."""
+    """Return whether a strategy shards the module over all ranks, with FSDP2 or tensor parallelism."""
     return any(isinstance(strategy, getattr(sys.modules[name], _SHARDED)) for name in _PACKAGES if name in sys.modules)
 
 
 def _check_sharded(trainer: Any) -> None:
-    """Refuse trainer options that do not work with saves of a sharded module.
+    """Refuse trainer options that do not work if a sharded module is saved.
 
     Raises:
-        Refused: UNSUPPORTED, if the trainer has such an option.
+        Refused: with code UNSUPPORTED, if the trainer has such an option.
     """
     if not getattr(trainer.strategy, _PARTS, True):
         hint = "Leave it out: the result is the same, and whole weights are never in one place."
@@ -162,7 +167,7 @@ def _check_whole(strategy: Any) -> None:
     """Refuse a strategy whose first rank does not save the whole model through a `CheckpointIO`.
 
     Raises:
-        Refused: UNSUPPORTED, for such a strategy.
+        Refused: with code UNSUPPORTED, for such a strategy.
     """
     own_methods = [
         kind for kind in type(strategy).__mro__ if kind.__name__ != _BASE and vars(kind).keys() & {_SAVE, _LOAD}
@@ -178,42 +183,46 @@ def _check_whole(strategy: Any) -> None:
 
 
 _INTERFACES = ("lightning_fabric.plugins.io.checkpoint_io", "lightning.fabric.plugins.io.checkpoint_io")
-"""Modules with Lightning's class `CheckpointIO`, in its two packages."""
+"""The Python modules with Lightning's class `CheckpointIO`, one in each of Lightning's two packages."""
 _WEIGHTS, _OPTIMIZERS, _GROUPS, _STATE = "state_dict", "optimizer_states", "param_groups", "state"
-"""Keys of Lightning's checkpoint dict (two), and of an optimizer's state dict (two)."""
+"""Two keys of Lightning's checkpoint dict, and two keys of an optimizer's state dict."""
 _TRAINED = "current_model_state"
-"""Key under which `WeightAveraging` stores the trained weights, since it stores the averages under the usual key."""
+"""Key under which Lightning's `WeightAveraging` stores the trained weights; it stores the averages under the usual
+key.
+"""
 _BEFORE = f"{_TRAINED}."
 _FITTING = "fit"
 _REST = "lightning"
-"""Name, in a checkpoint's extra state, of the dict entries that are neither weights nor optimizer state."""
+"""Name, in a checkpoint's extra state, of the checkpoint dict's entries that are neither weights nor optimizer
+state.
+"""
 
 
 class LightningCheckpoints:
-    """A `CheckpointIO` for Lightning's `Trainer`: `Trainer(plugins=[tx.LightningCheckpoints(module)])`.
+    """A `CheckpointIO` for Lightning's `Trainer`, used as in `Trainer(plugins=[tx.LightningCheckpoints(module)])`.
 
-    Each checkpoint is a folder, local or under a URL. `fit(ckpt_path=…)` resumes from such a folder on any number of
-    ranks, and `ModelCheckpoint` rotates the folders; an old checkpoint that Transaxle wrote is deleted once a newer one
-    is complete. The supported strategies are one device, DDP, and `ModelParallelStrategy`, under which each rank saves
-    and loads its own parts; a strategy with a save method of its own is refused when a run begins. With Lightning's
-    `WeightAveraging` (not supported if ranks shard the module) a checkpoint has the averages under the module's names,
-    and the trained weights under `current_model_state.…`.
+    Each checkpoint is a folder, on a local disk or under a URL. `fit(ckpt_path=…)` resumes from such a folder on any
+    number of ranks, and `ModelCheckpoint` rotates the folders. An old checkpoint that Transaxle wrote is deleted after
+    a newer one is complete. The supported strategies are a single device, DDP, and `ModelParallelStrategy`, under which
+    each rank saves and loads its own shards. A strategy with its own save method is refused when a run begins. With
+    Lightning's `WeightAveraging` (not supported if ranks shard the module), a checkpoint contains the averages under
+    the module's names, and the trained weights under `current_model_state.…`.
 
     Args:
         module: the `LightningModule` that is trained.
-        to: format of the checkpoints under the module's own names, `safetensors:identity` or `dcp:identity`;
-            `transaxle convert` converts them to any other format or dialect.
+        to: format of the checkpoints, with the module's own tensor names: `safetensors:identity` or `dcp:identity`.
+            `transaxle convert` converts such checkpoints to any other format or dialect.
         background: whether to write the files while training continues, as `async_save` does.
 
-    All other arguments are the same as for `save`.
+    All other arguments are those of `save`.
 
     Raises:
-        TypeError: an argument of a wrong type.
-        TransaxleError: `to` is an unknown format.
+        TypeError: if an argument has the wrong type.
+        TransaxleError: if `to` is an unknown format.
     """
 
     is_sharded = False
-    """Whether the run's strategy shards, so that every rank saves and loads its own parts."""
+    """Whether the run's strategy shards the module, so that every rank saves and loads its own shards."""
 
     @suggests
     def __init__(
@@ -240,26 +249,27 @@ class LightningCheckpoints:
         if not to.endswith(":identity"):
             hint = f"Give {to.partition(':')[0]}:identity, and convert the checkpoint afterwards."
             raise refuse("UNSUPPORTED", "Lightning's checkpoints keep the names of the module", hint=hint)
-        self._module = unwrap(module)  # Lightning unwraps what `torch.compile` returns
+        self._module = unwrap(module)  # Lightning unwraps the module that `torch.compile` returns
         self._to = to
         self._background = background
         self._job: SaveJob | None = None
         self._alone: dist.ProcessGroup | None = None
-        for name in _INTERFACES:  # a program with a LightningModule has imported at least one of these modules
+        for name in _INTERFACES:  # a program with a LightningModule has imported at least one of these Python modules
             if name in sys.modules:
                 sys.modules[name].CheckpointIO.register(type(self))
         follow(self._module, type(self))
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: PathLike, storage_options: object = None) -> None:
-        """Save Lightning's checkpoint dict; called on the first rank, or on every rank if the module is sharded.
+        """Save Lightning's checkpoint dict; this is called on the first rank, or on every rank if the module is
+        sharded.
 
         Args:
-            checkpoint: Lightning's dict.
-            path: folder or URL.
+            checkpoint: Lightning's checkpoint dict.
+            path: folder or URL of the checkpoint.
             storage_options: refused, because storage clients are configured by their environment.
 
         Raises:
-            TransaxleError: the save has failed; the target is unchanged.
+            TransaxleError: if the save has failed; the target is unchanged.
         """
         if storage_options is not None:
             hint = "Configure the storage service's own client: environment variables, a profile or a login."
@@ -269,9 +279,10 @@ class LightningCheckpoints:
             prefix, state = self._state(checkpoint)
             optimizers = list(self._trainer.optimizers) if _OPTIMIZERS in checkpoint else []
             other_entries = self._other_entries(checkpoint, optimizers, prefix)
-        if world.size > 1:  # each rank has entries of its own; as in Lightning, the first rank's entries are saved
+        if world.size > 1:  # each rank has its own dict entries; as in Lightning, those of the first rank are saved
             other_entries = self._first(other_entries, world)
-        place = read_path("path", path).rstrip("/") + "/"  # a folder, even if Lightning's name for it ends in .ckpt
+        # the checkpoint is a folder, even if Lightning's name for it ends in .ckpt
+        place = read_path("path", path).rstrip("/") + "/"
         if not is_url(as_local_path(place)):
             Path(as_local_path(place)).parent.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {
@@ -286,10 +297,10 @@ class LightningCheckpoints:
     def _other_entries(
         self, checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], prefix: str
     ) -> dict[str, Any]:
-        """Return the entries of Lightning's checkpoint dict without weights and optimizer state.
+        """Return the entries of Lightning's checkpoint dict that are neither weights nor optimizer state.
 
         Raises:
-            Refused: UNSUPPORTED, if an optimizer has a parameter that the module does not have.
+            Refused: with code UNSUPPORTED, if an optimizer has a parameter that the module does not have.
         """
         entries = {key: value for key, value in checkpoint.items() if key not in (_WEIGHTS, _OPTIMIZERS)}
         if prefix:
@@ -310,10 +321,10 @@ class LightningCheckpoints:
         return entries
 
     def _first(self, entries: dict[str, Any], world: World) -> dict[str, Any]:
-        """Return the first rank's plain data on every rank.
+        """Return, on every rank, the plain data of the first rank.
 
         Raises:
-            Refused: UNSUPPORTED, if a value is not plain data.
+            Refused: with code UNSUPPORTED, if a value is not plain data.
         """
 
         def text() -> bytes | None:
@@ -326,7 +337,8 @@ class LightningCheckpoints:
         """Return the prefix of the trained weights' names, and the state to save.
 
         Raises:
-            Refused: UNSUPPORTED, if the weights are neither the module's weights, nor averages of `WeightAveraging`.
+            Refused: with code UNSUPPORTED, if the weights are neither the module's weights, nor averages of
+                `WeightAveraging`.
         """
         shown = self._own_weights()
         weights, trained = checkpoint[_WEIGHTS], checkpoint.get(_TRAINED)
@@ -346,7 +358,7 @@ class LightningCheckpoints:
         raise refuse("UNSUPPORTED", message, tensor=changed_name, hint=hint)
 
     def _own_weights(self) -> dict[str, Any]:
-        """Return the module's weights under the names that Lightning's strategy gives them."""
+        """Return the module's weights under the names that Lightning's strategy uses for them."""
         return get_model_state_dict(self._module) if self.is_sharded else self._module.state_dict(keep_vars=True)
 
     def load_checkpoint(
@@ -355,15 +367,15 @@ class LightningCheckpoints:
         map_location: object = None,  # noqa: ARG002 - Lightning gives it
         weights_only: bool | None = None,  # noqa: ARG002 - Lightning gives it
     ) -> dict[str, Any]:
-        """Return the checkpoint dict that Lightning had collected for the save; called on every rank.
+        """Return the checkpoint dict that Lightning collected when it saved; this is called on every rank.
 
         Args:
-            path: folder or URL.
-            map_location: ignored; tensors are loaded into CPU memory, from where Lightning copies them.
+            path: folder or URL of the checkpoint.
+            map_location: ignored; tensors are loaded into CPU memory, and Lightning copies them from there.
             weights_only: ignored; reading a checkpoint never runs code.
 
         Raises:
-            TransaxleError: the checkpoint is incomplete, or was not written by Transaxle.
+            TransaxleError: if the checkpoint is incomplete, or was not written by Transaxle.
         """
         self._wait()
         place, receiver = read_path("path", path), _EntryReceiver()
@@ -391,8 +403,8 @@ class LightningCheckpoints:
         return result
 
     def _load_parts(self, place: str) -> dict[str, Any]:
-        """Load this rank's parts of weights and optimizer state in place, and return all further entries of the
-        dict.
+        """Load this rank's shards of weights and optimizer state in place, and return all other entries of the
+        checkpoint dict.
         """
         receiver, trainer = _EntryReceiver(), self._trainer
         optimizers = list(trainer.optimizers) if trainer.state.fn == _FITTING else []
@@ -407,20 +419,20 @@ class LightningCheckpoints:
         return receiver.entries
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint that a newer one replaces, once the newer one is complete.
+        """Delete a checkpoint that a newer one replaces, after the newer checkpoint is complete.
 
         Raises:
-            TransaxleError: the newer checkpoint's save has failed; EXISTS, if the folder has a file that belongs to no
-                checkpoint of Transaxle. Then nothing is deleted.
+            TransaxleError: if the save of the newer checkpoint has failed; with code EXISTS, if the folder contains a
+                file that belongs to no checkpoint of Transaxle. After an error, nothing is deleted.
         """
         self._wait()
         remove(as_local_path(read_path("path", path)))
 
     def teardown(self) -> None:
-        """Wait for the last save.
+        """Wait until the last save has ended.
 
         Raises:
-            TransaxleError: the save has failed.
+            TransaxleError: if the last save has failed.
         """
         self._wait()
 
@@ -437,8 +449,8 @@ class LightningCheckpoints:
             self._job.result()
 
     def _own_group(self) -> dist.ProcessGroup | None:
-        """Return a process group of only this rank, for saves that Lightning makes on one rank; None if there is no
-        process group.
+        """Return a process group of only this rank, for saves that Lightning makes on one rank; None without a process
+        group.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
@@ -448,8 +460,8 @@ class LightningCheckpoints:
 
 
 def _unlike(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> str | None:
-    """Return the name of the first tensor whose values differ from the module's; "" if the names differ; None if all
-    are equal.
+    """Return the name of the first tensor whose values differ from those of the module; "" if the names differ; None if
+    all are equal.
     """
     if weights.keys() != shown.keys():
         return ""
@@ -462,25 +474,25 @@ def _are_tensors(state: Mapping[str, Any]) -> bool:
 
 
 def _empty(tensor: torch.Tensor, name: str, checkpoint: Checkpoint) -> torch.Tensor:
-    """Return an empty tensor in the stored dtype for one of the module's, since Lightning may cast the module later."""
+    """Return an empty tensor, in the stored dtype, for a tensor of the module; Lightning may cast the module later."""
     dtype = torch_dtype(checkpoint[name].dtype) if name in checkpoint else tensor.dtype
     return torch.empty_like(tensor, dtype=dtype, device="cpu")
 
 
 def _extra_states(place: str) -> dict[str, Any]:
-    """Return the modules' extra states (`get_extra_state`) by name."""
+    """Return name -> extra state (`get_extra_state`) of the modules."""
     states = SavedStates(read_stored(place, FILE), World()).states
     return {name.removeprefix(f"{MODEL}/"): state for name, state in states.items() if name.startswith(f"{MODEL}/")}
 
 
 def _rename(shown: Mapping[str, Any], weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return weights under the names of the module's state dict, in the state dict's order."""
+    """Return weights under the names of the module's state dict, in the order of the state dict."""
     stored_names = {name: prefix + own_name(name) for name in shown}
     return {name: weights[stored_name] for name, stored_name in stored_names.items() if stored_name in weights}
 
 
 def _same(value: Any, tensor: torch.Tensor) -> bool:
-    """Tell whether a value is the given tensor of the module, or an equal copy of it."""
+    """Return whether a value is the given tensor of the module, or an equal copy of it."""
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
         return False
     own_local, other_local = local_of(tensor.detach()), local_of(value.detach())
@@ -488,26 +500,26 @@ def _same(value: Any, tensor: torch.Tensor) -> bool:
 
 
 class _EntryReceiver:
-    """Receives the checkpoint's non-tensor entries during a load, as an object in `extra=`."""
+    """Receives the entries of a checkpoint that are not tensors during a load, as an object in the argument `extra`."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries."""
+        """Return the entries that were received."""
         return self.entries
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the entries."""
+        """Replace the entries by those that were loaded."""
         self.entries = state
 
 
 def _outline(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """Return an optimizer's state dict without its tensors, which are saved separately under parameter names.
+    """Return an optimizer's state dict without its tensors; these are saved separately under parameter names.
 
     Args:
         state: the optimizer's state dict.
-        names: names of all parameters, in the order of the groups.
+        names: names of all parameters, in the order of the parameter groups.
     """
     numbers = [number for group in state[_GROUPS] for number in group["params"]]
     names_by_number = dict(zip(numbers, names, strict=True))

@@ -1,7 +1,7 @@
-"""The checkpoints of a run's steps under one folder or URL; old checkpoints are deleted once newer ones are complete.
+"""The checkpoints of a run's steps under one folder or URL; old checkpoints are deleted after newer ones are complete.
 
 Training frameworks delete old checkpoints in their own folders; this module deletes old checkpoints in places that
-those frameworks do not manage. It deletes a checkpoint only once a newer one is complete, and only if Transaxle wrote
+these frameworks do not manage. It deletes a checkpoint only after a newer one is complete, and only if Transaxle wrote
 every file in it.
 """
 
@@ -32,24 +32,27 @@ from transaxle.live.transport.world import World
 from transaxle.torch_tensors import Ranks
 
 FOLDER = "transaxle"
-"""Name of the checkpoint's folder inside the trainer's folder."""
+"""Name of the folder with Transaxle's checkpoint inside the trainer's folder."""
 TICKET = "transaxle_save"
-"""Name of a random ID, stored in the framework's folder and in the checkpoint under the URL; equal IDs mean one
-save."""
+"""Name under which a random ID is stored, in the framework's folder and in the checkpoint under the URL; equal IDs mean
+that the same save wrote both.
+"""
 _NUMBERED = re.compile(r"(.*?)([0-9]+)")
-"""Name of a step's checkpoint, such as `step-100`: a prefix that all steps share, and the step's number."""
+"""Pattern of the name of a step's checkpoint, such as `step-100`: a prefix that all steps share, and the number of the
+step.
+"""
 _LONGEST = 1 << 30
 _GIVEN = f"{EXTRA}/"
-"""Prefix, in a checkpoint, of the names of states that the user passed in `extra=`."""
+"""Prefix, in a checkpoint, of the names of states that the user passed in the argument `extra`."""
 
 
 def read_place(url: PathLike | None, keep: int | None) -> tuple[str | None, int | None]:
     """Validate the folder or URL for step checkpoints, and the number of checkpoints to keep.
 
     Raises:
-        TypeError: `url` or `keep` has a wrong type.
-        ValueError: `keep` is less than 1.
-        Refused: UNSUPPORTED, if `keep` is given without `url`.
+        TypeError: if `url` or `keep` has the wrong type.
+        ValueError: if `keep` is less than 1.
+        Refused: with code UNSUPPORTED, if `keep` is given without `url`.
     """
     count = None if keep is None else read_count("keep", keep)
     if url is None and count is not None:
@@ -62,9 +65,9 @@ class StepCheckpoints:
     """Saves checkpoints of a run's steps under a folder or URL.
 
     Args:
-        url: the folder or URL.
-        keep: number of checkpoints to keep; None: all.
-        group: the ranks that save together; None: all ranks.
+        url: the folder or URL under which checkpoints are saved.
+        keep: number of checkpoints to keep; None means all.
+        group: the ranks that save together; None means all ranks.
         background: whether to write the files while training continues.
     """
 
@@ -76,30 +79,31 @@ class StepCheckpoints:
         self._job: SaveJob | None = None
         self._last = ""
         self.best: str | None = None
-        """Name of the best checkpoint, which is never deleted for its age."""
+        """Name of the best checkpoint, which is never deleted because of its age."""
 
     def place(self, name: str) -> str:
-        """Return the path or URL of the checkpoint with this name."""
+        """Return the path or URL of the checkpoint with a given name."""
         return f"{self._url}/{name}"
 
     def shares(self, checkpoints: StepCheckpoints | None) -> bool:
-        """Tell whether this object and a second one save under the same folder or URL."""
+        """Return whether this object and a second one save under the same folder or URL."""
         return checkpoints is not None and checkpoints._url == self._url
 
     def save(self, model: nn.Module, name: str, best: str | None = None, **options: Any) -> None:
-        """Save the checkpoint of a step, once the previous save is complete.
+        """Save the checkpoint of a step, after the previous save is complete.
 
         Args:
             model: the model to save.
             name: name of the step's checkpoint.
-            best: name of the best checkpoint so far, which will be kept once this save is complete; None: unchanged.
-            **options: further keyword arguments for `transaxle.save`.
+            best: name of the best checkpoint until now, which is kept after this save is complete; None means that it
+                is unchanged.
+            **options: additional keyword arguments for `transaxle.save`.
 
         Raises:
-            TransaxleError: the previous save or this one has failed.
+            TransaxleError: if the previous save or this save has failed.
         """
         self.wait()
-        # only after the former save: the former best checkpoint may be deleted once this save is complete
+        # set only after the previous save: the former best checkpoint may be deleted when the new save is complete
         self.best = best or self.best
         if not is_url(self._url):
             Path(self._url).mkdir(parents=True, exist_ok=True)
@@ -116,7 +120,7 @@ class StepCheckpoints:
         """Wait for the last save, and delete the checkpoints that it replaces.
 
         Raises:
-            TransaxleError: the save has failed; then no checkpoint is deleted.
+            TransaxleError: if the save has failed; no checkpoint is deleted in this case.
         """
         job, self._job = self._job, None
         if job is not None:
@@ -127,20 +131,20 @@ class StepCheckpoints:
         """Return step number -> checkpoint name, for the complete checkpoints under the folder or URL.
 
         Args:
-            common: what the names have before the number; checkpoints with a different prefix are skipped.
+            common: the part of the names before the number; checkpoints with a different prefix are ignored.
 
         Raises:
-            StorageError: IO, if the folder or URL cannot be accessed.
+            StorageError: with code IO, if the folder or URL cannot be accessed.
         """
         matches = [(match, name) for name in _members(self._url) if (match := _NUMBERED.fullmatch(name)) is not None]
         return {int(match[2]): name for match, name in matches if match[1] == common and is_complete(self.place(name))}
 
     def _tidy(self) -> None:
-        """On one rank, delete old checkpoints: keep the newest few up to the one just saved, later steps, and foreign
-        files.
+        """On one rank, delete old checkpoints. The newest few up to the last saved step, later steps, and foreign files
+        are kept.
 
-        A run that went back to an earlier step keeps its later checkpoints until it replaces them. Leftovers of killed
-        runs are deleted too.
+        If a run went back to an earlier step, its later checkpoints are kept until the run replaces them. Files left by
+        killed runs are deleted too.
         """
         world = World(self._group)
         if self._keep is None or world.rank != world.ranks[0]:
@@ -155,11 +159,11 @@ class StepCheckpoints:
                     remove(self.place(numbers[number]))
             if not is_url(self._url):
                 self._sweep(newest[1])
-        except TransaxleError as error:  # the run continues, since no checkpoint is lost
+        except TransaxleError as error:  # a failed deletion does not stop the run, because no checkpoint is lost
             warnings.warn(f"older checkpoints under {self._url} were not deleted: {error}", stacklevel=2)
 
     def _sweep(self, common: str) -> None:
-        """Delete the files that killed runs left next to the checkpoints whose names have a common prefix."""
+        """Delete the files that killed runs left beside the checkpoints whose names have a common prefix."""
         for leftover in leftovers(self._url):
             target = Path(leftover.target)
             step = _NUMBERED.fullmatch(target.name) if target.parent == Path(self._url).resolve() else None
@@ -171,26 +175,26 @@ def check_loadable(model: nn.Module) -> None:
     """Refuse, before the first training step, a model whose checkpoints could be saved but not loaded.
 
     Raises:
-        Refused: UNSUPPORTED, if a load into the model would be refused.
+        Refused: with code UNSUPPORTED, if a load into the model would be refused.
     """
     if refusals := [*find_partitioned(model), *find_kept_elsewhere(model)]:
         raise gathered(refusals)
 
 
 def is_complete(place: str) -> bool:
-    """Tell whether a folder or URL contains a complete checkpoint that Transaxle wrote.
+    """Return whether a folder or URL contains a complete checkpoint that Transaxle wrote.
 
     Raises:
-        StorageError: IO, if the folder or URL cannot be accessed.
+        StorageError: with code IO, if the folder or URL cannot be accessed.
     """
     return read_stored(place, MANIFEST) is not None
 
 
 def read_stored(place: str, name: str) -> bytes | None:
-    """Return the contents of a file in a checkpoint; None if the file does not exist.
+    """Return the content of a file in a checkpoint; None if the file does not exist.
 
     Raises:
-        StorageError: IO, if the folder or URL cannot be accessed.
+        StorageError: with code IO, if the folder or URL cannot be accessed.
     """
     if not is_url(place):
         return LocalFolder(Path(place)).read(name, _LONGEST)
@@ -198,26 +202,26 @@ def read_stored(place: str, name: str) -> bytes | None:
 
 
 def text_beside(place: str, name: str) -> str | None:
-    """Return a string in the extra state of a complete checkpoint; None if the checkpoint or the string does not exist.
+    """Return a text in the extra state of a complete checkpoint; None if the checkpoint or the text does not exist.
 
     Args:
         place: path or URL of the checkpoint.
-        name: name under which the string was saved in `extra=`.
+        name: name under which the text was saved in the argument `extra`.
 
     Raises:
-        Refused: CORRUPT, if the extra state file is not valid.
-        StorageError: IO, if the folder or URL cannot be accessed.
+        Refused: with code CORRUPT, if the extra state file is not valid.
+        StorageError: with code IO, if the folder or URL cannot be accessed.
     """
     text = states_beside(place, World()).get(name)
     return text if isinstance(text, str) else None
 
 
 def states_beside(place: str, world: World) -> dict[str, Any]:
-    """Return this rank's extra states in a complete checkpoint, by their names in `extra=`.
+    """Return name in the argument `extra` -> this rank's state, for the extra states in a complete checkpoint.
 
     Raises:
-        Refused: CORRUPT, if the extra state file is not valid.
-        StorageError: IO, if the folder or URL cannot be accessed.
+        Refused: with code CORRUPT, if the extra state file is not valid.
+        StorageError: with code IO, if the folder or URL cannot be accessed.
     """
     text = read_stored(place, FILE) if is_complete(place) else None
     states = {} if text is None else SavedStates(text, world).states
@@ -228,8 +232,9 @@ def remove(place: str) -> None:
     """Delete a checkpoint if it exists.
 
     Raises:
-        UsageError: EXISTS, if the folder has a file that belongs to no checkpoint of Transaxle; nothing is deleted.
-        StorageError: IO, if the folder or URL cannot be accessed.
+        UsageError: with code EXISTS, if the folder contains a file that belongs to no checkpoint of Transaxle; nothing
+            is deleted.
+        StorageError: with code IO, if the folder or URL cannot be accessed.
     """
     if not is_url(place):
         if Path(place).exists():
@@ -241,13 +246,13 @@ def remove(place: str) -> None:
     if files:
         _check_ours(RemoteFolder(service), service.shown)
     names = {file.removeprefix(f"{service.path}/"): file for file in files}
-    # delete the manifest first, so that no reader takes the remaining files for a complete checkpoint
+    # delete the manifest first, so that no program takes the remaining files for a complete checkpoint
     for name in sorted(names, key=turn, reverse=True):
         service.delete(names[name], name)
 
 
 def _members(url: str) -> Mapping[str, str]:
-    """Return name -> path or URL of the files and folders directly under a folder or URL."""
+    """Return name -> path or URL, for the files and folders directly under a folder or URL."""
     if not is_url(url):
         return LocalFolder(Path(url)).top() if Path(url).is_dir() else {}
     return RemoteFolder(Service(url)).top()
@@ -257,7 +262,7 @@ def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
     """Refuse to delete a folder that contains a file which Transaxle has not written as part of a checkpoint.
 
     Raises:
-        UsageError: EXISTS, if the folder contains a file that Transaxle has not written.
+        UsageError: with code EXISTS, if the folder contains a file that Transaxle has not written.
     """
     foreign = foreign_files(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
     if foreign:

@@ -1,1 +1,1 @@
-"""A live model's tensors, config, adapters and quantized weights."""
+"""The tensors, config, adapters and quantized weights of a live model (a model in memory)."""

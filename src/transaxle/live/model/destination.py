@@ -1,12 +1,13 @@
-"""Destinations of loaded bytes: a local tensor's own storage where possible, otherwise a staging buffer.
+"""Destinations of loaded bytes: the memory of a local tensor where possible, otherwise a staging buffer.
 
-A contiguous CPU tensor of the stored dtype is filled in place. For a tensor on a GPU, strided, or of another dtype, the
-bytes go into a buffer (pinned memory for GPUs), and torch copies them into the tensor once all bytes have arrived. This
-module also finds tensors that share memory, because the source must have equal values for them.
+A contiguous CPU tensor with the stored dtype is filled in place. If a tensor is on a GPU, strided, or of a different
+dtype, its bytes are read into a buffer (in pinned memory for GPUs), and torch copies them into the tensor when all
+bytes have arrived. This module also finds tensors that share memory, because the source must contain equal values for
+them.
 
-`decode=` and `dtype=` allow dtype changes, and the report tells whether any value was rounded. An fp8 tensor without
-scales has codes but no values, so it is never converted. The report classes of `load` and `save` are also in this
-module.
+The arguments `decode` and `dtype` of `load` allow changes of dtype, and the report states whether any value was
+rounded. An fp8 tensor without scales contains codes but no values, so it is never converted to another dtype. The
+classes of the reports of `load` and `save` are in this module too.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ NamePair = tuple[str, str]
 _OVERLAP = "it shares elements with another tensor, or with itself, for which the source has other values"
 _OWN_MEMORY = "Give each tensor memory of its own."
 _DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
-"""Value of `decode=` -> dtype in which decoded values are computed."""
+"""Value of the argument `decode` -> dtype in which decoded values are computed."""
 _CODES = "F8"
-"""Prefix of the safetensors codes of float8 dtypes, whose values need scales."""
+"""Prefix of the safetensors codes of float8 dtypes, whose values cannot be computed without scales."""
 
 
 class LocalSink(Sink):
-    """Sink that writes loaded bytes into this rank's local tensors.
+    """A sink (receiver of bytes) that writes loaded bytes into this rank's local tensors.
 
     Args:
         destinations: tensor name -> destination of its bytes, for this rank's tensors.
-        names: tensor names; an item's key is the index of its tensor's name.
+        names: the tensor names; the key of an item is an index into this list.
     """
 
     ordered = False
@@ -57,26 +58,27 @@ class LocalSink(Sink):
         self._names = names
 
     def buffer(self, key: int, start: int, stop: int) -> Bytes:
-        """Return the memory for bytes `[start, stop)` of an item."""
+        """Return the memory for the bytes `[start, stop)` of an item."""
         return self._landings[self._names[key]].part(start, stop)
 
     def mark_filled(self, key: int, start: int, stop: int) -> None:
-        """Mark bytes `[start, stop)` of an item as written."""
+        """Mark the bytes `[start, stop)` of an item as written."""
         self._landings[self._names[key]].add_written(stop - start)
 
     def take(self, key: int, start: int, data: memoryview) -> None:
-        """Copy bytes of an item, received from another rank, into its tensor."""
+        """Copy bytes of an item that another rank sent into the item's tensor."""
         self.buffer(key, start, start + len(data)).data[:] = data
         self.mark_filled(key, start, start + len(data))
 
 
 class TensorDestination:
-    """Destination of one local tensor's bytes, which several threads may write.
+    """The destination of the bytes of one local tensor; several threads may write into it.
 
     Args:
-        tensor: the tensor or DTensor to fill; of a DTensor, only this rank's part is written.
+        tensor: the tensor or DTensor to fill; of a DTensor, only this rank's shard is written.
         dtype: safetensors code of the stored bytes.
-        apart: keep a second copy of the loaded values, since another tensor in the same memory may overwrite the first.
+        apart: whether to keep a second copy of the loaded values, because another tensor in the same memory may
+            overwrite the first copy.
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: str, *, apart: bool = False) -> None:
@@ -97,11 +99,12 @@ class TensorDestination:
         self._memory: Bytes | None = as_bytes(self._local) if self._direct else None
         self._lock = threading.Lock()
         self.exact = True
-        """Whether every value written so far equals the stored value; False once a value was rounded to the tensor's
-        dtype."""
+        """Whether every value written until now equals the stored value; False if a value was rounded to the tensor's
+        dtype.
+        """
 
     def part(self, start: int, stop: int) -> Bytes:
-        """Return the memory for bytes `[start, stop)` of the row-major local tensor."""
+        """Return the memory for the bytes `[start, stop)` of the local tensor in row-major order."""
         with self._lock:
             if self._memory is None:
                 pinned = self._local.device.type == "cuda"
@@ -110,7 +113,7 @@ class TensorDestination:
             return self._memory[start:stop]
 
     def add_written(self, count: int) -> None:
-        """Count `count` more bytes as written; after the last bytes, copy a staging buffer into its tensor."""
+        """Count `count` additional bytes as written; after the last bytes, copy a staging buffer into its tensor."""
         with self._lock:
             self._bytes_left -= count
             finished = self._bytes_left == 0 and self._staging is not None
@@ -125,7 +128,7 @@ class TensorDestination:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether a tensor created with `apart` no longer has the loaded values."""
+        """Whether a tensor for which `apart` was given no longer contains the loaded values."""
         return self._values is not None and not same_bytes(self._local, self._values)
 
     @property
@@ -135,16 +138,16 @@ class TensorDestination:
 
     @property
     def bytes_written(self) -> int:
-        """Number of bytes written into the tensor so far."""
+        """Number of bytes written into the tensor until now."""
         return (self.size - self._bytes_left) * self._local.element_size() // self._dtype.itemsize
 
 
 def check_filled(destinations: Mapping[str, TensorDestination]) -> None:
-    """Check that every byte of every tensor was written, and not overwritten through another tensor.
+    """Check that every byte of every tensor was written, and was not overwritten through another tensor.
 
     Raises:
-        Refused: INCOMPLETE, if bytes are missing; UNEQUAL_COPIES, if tensors that share memory have different values in
-            the source.
+        Refused: with code INCOMPLETE, if bytes are missing; with code UNEQUAL_COPIES, if tensors that share memory have
+            different values in the source.
     """
     short = [
         Refusal(
@@ -166,10 +169,11 @@ def unlike_overlap(name: str) -> Refusal:
 
 
 def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -> Iterator[NamePair]:
-    """Yield pairs of names whose tensors are one object, or whose local parts view the same memory in the same way.
+    """Yield pairs of names whose tensors are a single object, or whose local tensors view the same memory in the same
+    way.
 
     Args:
-        tensors: this rank's tensors by name.
+        tensors: name -> tensor, for this rank's tensors.
         present: names of the tensors to compare.
     """
     first: dict[object, str] = {}
@@ -179,11 +183,11 @@ def same_memory(tensors: Mapping[str, torch.Tensor], present: Collection[str]) -
 
 
 def view_of(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for tensors whose elements are the same memory in the same order."""
+    """Return a key that is equal for two tensors whose elements are the same memory in the same order."""
     if isinstance(tensor, ShardGrid) or tensor.is_meta:
         return id(tensor)
     local = raw_local(tensor)
-    if type(local) is not torch.Tensor:  # `local_of` is slower, and most DTensors do not need it
+    if type(local) is not torch.Tensor:  # `local_of` is slower, and is not needed for most DTensors
         local = local_of(tensor)
     if local.layout != torch.strided or not local.numel() or not local.data_ptr():
         return id(tensor)
@@ -191,14 +195,14 @@ def view_of(tensor: torch.Tensor) -> object:
 
 
 def find_overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of local tensors that may share elements with a different tensor, or have elements that share
+    """Return the names of local tensors that may share elements with another tensor, or whose own elements share
     memory.
 
-    Two tensors that view the same memory in the same way do not count, see `same_memory`; interleaved views, such as
-    columns of one matrix, count as overlapping.
+    Two tensors that view the same memory in the same way are not included; see `same_memory`. Interleaved views, such
+    as columns of one matrix, are treated as overlapping.
 
     Args:
-        tensors: this rank's tensors by name; none may be on the meta device.
+        tensors: name -> tensor, for this rank's tensors; no tensor may be on the meta device.
     """
     spans: dict[tuple[torch.device, int], list[tuple[int, int, object, str]]] = {}
     names = set[str]()
@@ -216,7 +220,7 @@ def find_overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _find_crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
-    """Yield the names of tensors whose memory span overlaps the span of a different view."""
+    """Yield the names of tensors whose memory range overlaps the memory range of a different view."""
     run: list[tuple[int, int, object, str]] = []
     end = 0
     for span in chain(sorted(spans, key=lambda spans_of_run: spans_of_run[:2]), [(0, 0, None, "")]):
@@ -229,7 +233,7 @@ def _find_crossing(spans: list[tuple[int, int, object, str]]) -> Iterator[str]:
 
 
 def _folds(local: torch.Tensor) -> bool:
-    """Tell whether several indices of a tensor may refer to one element in memory."""
+    """Return whether several indices of a tensor may refer to the same element in memory."""
     reach = 0
     dims = zip(local.shape, local.stride(), strict=True)
     for step, count in sorted((step, count) for count, step in dims if count > 1):
@@ -241,32 +245,32 @@ def _folds(local: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A tensor whose dtype changed in a load."""
+    """A tensor whose dtype changed when it was loaded."""
 
     name: str
     """Name of the tensor in the model."""
     stored: str
-    """Safetensors code of the stored dtype, or the name of the encoding."""
+    """Safetensors code of the stored dtype, or name of the stored encoding."""
     to: str
     """Safetensors code of the dtype in the model."""
     exact: bool | None
-    """Whether every value equals the stored value; None for an encoded tensor, since a load does not measure how codes
-    times scales are rounded.
+    """Whether every value equals the stored value; None for an encoded tensor, because a load does not measure how
+    products of codes and scales are rounded.
     """
 
 
 def may_become(stored: str, target: str, allowed: str | None) -> bool:
-    """Tell whether a load may change a stored dtype to the model's; `allowed` is `dtype=`, or `decode=` for an encoded
-    tensor.
+    """Return whether a load may change a stored dtype to the model's dtype; `allowed` is the argument `dtype`, or
+    `decode` for an encoded tensor.
     """
     return allowed is not None and stored in PLAIN and CASTS[allowed] == target
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse an unknown `dtype=`.
+    """Refuse an unknown value of the argument `dtype`.
 
     Raises:
-        Refused: UNSUPPORTED, if `dtype` is not one of the allowed values.
+        Refused: with code UNSUPPORTED, if `dtype` is not one of the allowed values.
     """
     if dtype not in CASTS:
         choices = ", ".join(f'dtype="{one}"' for one in CASTS)
@@ -274,12 +278,12 @@ def check_dtype(dtype: str) -> None:
 
 
 def is_plain(stored: str) -> bool:
-    """Tell whether a safetensors code stands for plain values, not for codes that need scales."""
+    """Return whether a safetensors code denotes plain values, rather than codes that need scales."""
     return stored in PLAIN
 
 
 def decode_hint(stored: str, target: str, decode: str | None = None) -> str:
-    """Return the hint for a stored dtype that differs from the model's, with the options that would allow the
+    """Return the hint for a stored dtype that differs from the model's dtype, with the options that would allow the
     change.
     """
     option = next((key for key, code in CASTS.items() if code == target), None)
@@ -299,11 +303,11 @@ def decode_tensors(checkpoint: Checkpoint, decode: str | None, keep: Iterable[st
 
     Args:
         checkpoint: the checkpoint under its stored names.
-        decode: the argument `decode=` of `load`.
+        decode: the argument `decode` of `load`.
         keep: names of encoded tensors that stay encoded, as the catalog spells the names.
 
     Raises:
-        Refused: UNSUPPORTED, if `decode` is unknown; further codes, if codes or scales cannot be read.
+        Refused: with code UNSUPPORTED, if `decode` is unknown; with other codes, if codes or scales cannot be read.
     """
     if decode is None:
         return checkpoint
@@ -311,12 +315,14 @@ def decode_tensors(checkpoint: Checkpoint, decode: str | None, keep: Iterable[st
         choices = ", ".join(f'decode="{one}"' for one in CASTS)
         raise refuse("UNSUPPORTED", f"parameters cannot be decoded to decode={decode!r}", hint=f"Give {choices}.")
     if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
-        return checkpoint  # a source without encoded tensors needs no decoding; changes of plain dtypes need `dtype`
+        # a source without encoded tensors need not be decoded; changes of plain dtypes are allowed by the argument
+        # `dtype`
+        return checkpoint
     return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-    """Convert values to a dtype; also return whether all values, NaN included, are unchanged."""
+    """Convert values to a dtype; also return whether all values, including NaN, are unchanged."""
     converted = values.to(dtype)
     back = converted.to(values.dtype)
     same = (back == values) | (values != values)
@@ -325,56 +331,59 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of `load` on this rank."""
+    """The result of `load` on one rank."""
 
     path: str
     """Path or URL of the source, as the caller gave it."""
     format: str
-    """Container format of the source."""
+    """Container format of the source checkpoint."""
     dialect: str
     """Dialect of the model's tensor names."""
     tensors: int
-    """Number of tensors of which this rank has at least a part."""
+    """Number of tensors of which this rank holds at least a shard."""
     states: int
     """Number of this rank's tensors that are optimizer state."""
     bytes_needed: int
-    """Size of this rank's shards in bytes, in the stored dtypes."""
+    """Size of this rank's shards in bytes, with the stored dtypes."""
     bytes_read: int
-    """Bytes that this rank read from the source's tensor files."""
+    """Number of bytes that this rank read from the source's tensor files."""
     bytes_received: int
-    """Bytes that other ranks read from the source and sent to this rank."""
+    """Number of bytes that other ranks read from the source and sent to this rank."""
     bytes_written: int
-    """Bytes written into this rank's tensors, which is their size without padding rows."""
+    """Number of bytes written into this rank's tensors, which is the size of the tensors without padding rows."""
     converted: tuple[Conversion, ...]
     """Tensors that were decoded or cast (`decode`, `dtype`), and whether any value was rounded."""
     missing: tuple[str, ...]
-    """Names of the model's tensors that the source lacks (`strict=False`), and `optimizer` if the source has no
-    optimizer state; the values of such tensors and states are unchanged.
+    """Names of the model's tensors that the source lacks (if `strict` was False), and `optimizer` if the source has no
+    optimizer state. The values of these tensors and states are unchanged.
     """
     unexpected: tuple[str, ...]
-    """Names of the source's tensors that the model lacks (`strict=False`)."""
+    """Names of the source's tensors that the model lacks (if `strict` was False)."""
     untouched: tuple[str, ...] = ()
-    """In a model with adapters, tensor names of the adapters if the source is a base checkpoint, or of the base if the
-    source is an adapter. In a sharded state dict of Megatron, keys of entries that are not tensors, such as extra
-    states.
+    """For a model with adapters, the tensor names of the adapters if the source is a base checkpoint, or of the base
+    model if the source is an adapter. For a sharded state dict of Megatron, the keys of entries that are not tensors,
+    such as extra states.
     """
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Name of a Megatron tensor with padding rows -> its number of rows in the source and in the model, if these
-    numbers differ. The model's rows that the source lacks are now zero.
+    """Name of a Megatron tensor with padding rows -> its numbers of rows in the source and in the model, if these
+    numbers differ. Rows of the model that the source lacks were set to zero.
     """
     zeros: tuple[str, ...] = ()
-    """Names of the model's tensors that the source lacks because they are zero there; they are now filled with
-    zeros."""
+    """Names of the model's tensors that the source does not store because they are zero; these tensors were filled with
+    zeros.
+    """
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of a state dict that are not tensors, with the source's values."""
+    """Key -> value in the source, for entries of a state dict that are not tensors."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """States of the names in `extra=` whose object has no `load_state_dict`, to be restored by the caller."""
+    """Name in the argument `extra` -> state, for objects without the method `load_state_dict`; the caller must restore
+    these states.
+    """
     untrained: tuple[str, ...] = ()
-    """Names of parameters that require gradients but are in none of the given optimizers."""
+    """Names of parameters that require gradients but belong to none of the given optimizers."""
     seconds: float = 0.0
-    """Wall time on this rank in seconds."""
+    """Wall time of the load on this rank in seconds."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Stage of the load (`plan`, `read`, `exchange`, …) -> seconds spent in it."""
+    """Stage of the load (`plan`, `read`, `exchange`, …) -> seconds spent in the stage."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""
@@ -405,31 +414,33 @@ class SaveReport:
     path: str
     """Path or URL of the target, as the caller gave it."""
     format: str
-    """Container format of the target."""
+    """Container format of the saved checkpoint."""
     dialect: str
     """Dialect of the saved checkpoint's tensor names."""
     tensors: int
     """Number of tensors written by all ranks together."""
     bytes_written: int
-    """Size of all files together in bytes."""
+    """Total size in bytes of all files."""
     bytes_own: int
-    """Bytes that this rank wrote into files."""
+    """Number of bytes that this rank wrote into files."""
     bytes_received: int
-    """Bytes that other ranks sent to this rank, so that this rank could write longer runs of contiguous bytes."""
+    """Number of bytes that other ranks sent to this rank, so that this rank could write longer runs of contiguous
+    bytes.
+    """
     kept: tuple[str, ...]
-    """Names of tensors for which the target dialect has no line, so they are saved under their own names."""
+    """Names of tensors that the target dialect does not know; these tensors are saved under the model's names."""
     ignored: tuple[str, ...]
     """Names of entries of the state that were not saved."""
     notes: tuple[str, ...] = ()
-    """Notes for users of the checkpoint, for example that a hub folder has no config."""
+    """Notes for users of the checkpoint, for example that a folder for a hub has no config."""
     untrained: tuple[str, ...] = ()
-    """Names of this rank's parameters that require gradients but are in none of the given optimizers."""
+    """Names of this rank's parameters that require gradients but belong to none of the given optimizers."""
     verification: Verification | None = None
-    """Result of reading the saved checkpoint back; None unless `verify` was given."""
+    """The result of reading the saved checkpoint back; None unless `verify` was given."""
     seconds: float = 0.0
-    """Wall time on this rank in seconds."""
+    """Wall time of the save on this rank in seconds."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Stage of the save (`plan`, `check`, `write`, `hash`, `commit`, `verify`) -> seconds spent in it."""
+    """Stage of the save (`plan`, `check`, `write`, `hash`, `commit`, `verify`) -> seconds spent in the stage."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""

@@ -1,9 +1,9 @@
-"""Adapters: a PEFT model wraps a base model, and inserts name segments such as `base_layer` into the base's tensor
-names.
+"""Adapters: a PEFT model wraps a base model, and inserts name segments such as `base_layer` into the names of the
+base's tensors.
 
-A checkpoint of the base is loaded into the base's weights, and the adapters stay unchanged. An adapter's files are
-loaded into the active adapter; PEFT's own functions give the names of an adapter's tensors in files. A checkpoint of
-the whole PEFT model is loaded under the PEFT model's own names, as for any other model.
+A checkpoint of the base model is loaded into the base weights, and the adapters are not changed. The files of an
+adapter are loaded into the active adapter; PEFT's own functions return the names of an adapter's tensors in files. A
+checkpoint of the whole PEFT model is loaded under the PEFT model's own names, as for a model without adapters.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from transaxle.torch_tensors import unwrap
 _PEFT, _MODEL, _TUNER, _WRAPPER = "peft", "PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper"
 _BASE, _COPIES = "base_layer", "modules_to_save"
 _INSIDE, _WHOLE = "base_model.model.", "base_model."
-"""Prefix of the base model's tensor names: in a model with a tuner (LoRA, …), and in one for prompt learning, without a
-tuner."""
+"""Prefixes of the base model's tensor names: in a model with a tuner (such as LoRA), and in a model for prompt
+learning, which has no tuner.
+"""
 _UNMERGE = "Call unmerge_adapter() first."
 
 
 def peft_model_of(state: object) -> Any:
-    """Return the PEFT model that the user passed as the state; None if the state is no PEFT model."""
+    """Return the PEFT model that the user passed as the argument `state`; None if that is no PEFT model."""
     model = unwrap(state) if isinstance(state, nn.Module) else state
     return model if _is(model, _MODEL) else None
 
 
 def tuners(model: nn.Module) -> list[Any]:
-    """Return the modules of a PEFT model that an adapter has replaced or wrapped."""
+    """Return the modules that an adapter has put in place of modules of the base model, or around them."""
     return [module for module in model.modules() if _is(module, _TUNER)]
 
 
 def is_active(model: nn.Module, copy: torch.Tensor) -> bool:
-    """Tell whether a trained copy of a base weight belongs to the active adapter."""
+    """Return whether a trained copy of a base weight belongs to the active adapter."""
     wrappers: list[Any] = [module for module in model.modules() if _is(module, _WRAPPER)]
     copies = [getattr(wrapper, _COPIES, {}) for wrapper in wrappers]
     active = (
@@ -55,20 +56,20 @@ def is_active(model: nn.Module, copy: torch.Tensor) -> bool:
 
 
 def leaves_of_checkpoint(model: nn.Module, state_leaves: Leaves, names: Collection[str], *, adapter: bool) -> Leaves:
-    """Return those tensors of a PEFT model that a checkpoint fills (base or adapter), under the checkpoint's tensor
+    """Return the tensors of a PEFT model that a checkpoint fills (base or adapter), under the checkpoint's tensor
     names.
 
     Args:
-        model: the PEFT model, see `peft_model_of`.
+        model: the PEFT model; see `peft_model_of`.
         state_leaves: all tensors of the model.
         names: names of the checkpoint's tensors.
-        adapter: whether the checkpoint has the files of an adapter.
+        adapter: whether the checkpoint consists of the files of an adapter.
     """
     below = _base_places(model, state_leaves.tensors)
     adapter_names = state_leaves.tensors.keys() - {
         name for name, base_name in below.items() if base_name == (name, False)
     }
-    if adapter and below.keys() >= adapter_names.intersection(names):  # peft stores some weights of the base too
+    if adapter and below.keys() >= adapter_names.intersection(names):  # peft stores some weights of the base model too
         adapter_names = set()
     if adapter_names.intersection(names):
         return state_leaves
@@ -110,14 +111,16 @@ def base_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     """Return name in the PEFT model -> name in the plain base model, without trained copies of base weights.
 
     Args:
-        model: the PEFT model, see `peft_model_of`.
+        model: the PEFT model; see `peft_model_of`.
         names: tensor names in the PEFT model.
     """
     return {name: base for name, (base, copy) in _base_places(model, names).items() if not copy}
 
 
 def _base_places(model: nn.Module, names: Collection[str]) -> dict[str, tuple[str, bool]]:
-    """Return, per name of a base weight, its name in the plain base model, and whether it is a trained copy."""
+    """Return name of a base weight in the PEFT model -> its name in the plain base model, and whether it is a trained
+    copy.
+    """
     kinds = {own_name(path): kind for path, kind in _kinds(model)}
     prefix = _WHOLE if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False) else _INSIDE
     base_names = {}
@@ -136,7 +139,9 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _place(name: str, kinds: Mapping[str, str]) -> tuple[str, bool] | None:
-    """Return a name without adapter segments, and whether it is a trained copy; None for an adapter's own tensor."""
+    """Return a name without adapter segments, and whether it is a trained copy; None for a tensor of the adapter
+    itself.
+    """
     parts, base_parts, copy, position = name.split("."), list[str](), False, 0
     while position < len(parts):
         kind, part = kinds.get(".".join(parts[:position])), parts[position]
@@ -153,10 +158,10 @@ def _place(name: str, kinds: Mapping[str, str]) -> tuple[str, bool] | None:
 
 
 def _in_files(model: Any, names: Collection[str]) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
-    """Return the tensors of the active adapter by their names in PEFT's files.
+    """Return name in PEFT's files -> tensor, for the tensors of the active adapter.
 
-    Adapter files may also have base weights (changed embeddings and heads, or a resized vocabulary), which PEFT loads
-    over the model's; the result includes these base weights.
+    The files of an adapter may also contain base weights (changed embeddings and heads, or a resized vocabulary), which
+    PEFT loads in place of the model's weights. The result includes these base weights.
     """
     active = model.active_adapter
     problems: list[Refusal] = []
@@ -176,7 +181,7 @@ def _in_files(model: Any, names: Collection[str]) -> tuple[dict[str, torch.Tenso
     in_files = {own_name(name): tensor for name, tensor in tensors.items()}
     whole = {own_name(name): tensor for name, tensor in state.items()}
     for name in sorted(set(names) - in_files.keys()):
-        # PEFT's files also have the trained copy under the name of the module that was copied.
+        # PEFT's files also contain the trained copy under the name of the module that was copied.
         trained = name.replace(f".{_COPIES}.", ".")
         tensor = whole.get(name) if trained == name else in_files.get(trained)
         if tensor is not None:

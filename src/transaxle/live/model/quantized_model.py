@@ -1,17 +1,18 @@
-"""Quantized weights of a live model: loaded from codes or values, and saved in a convention that hub readers know.
+"""Quantized weights of a live model: loaded from codes or values, and saved in a convention that programs which load
+from a hub know.
 
-**Loading**: a quantized parameter is filled with the source's codes, or quantized from the source's values.
+**Loading**: a quantized parameter is either filled with the source's codes, or quantized from the source's values.
 
-If the source has codes and scales of the parameter's dtypes and shapes, they are copied. If the source has plain or
-decoded values, the values are read into separate memory as for a plain parameter, and quantized once, with amaxes
-reduced over the ranks that share the weight. Codes of a different encoding are decoded to values only if `decode=` is
-given.
+If the source contains codes and scales with the parameter's dtypes and shapes, they are copied. If the source contains
+plain or decoded values, they are read into separate memory, as for a plain parameter, and are quantized once. The amax
+of a weight is then reduced over the ranks that share the weight. Codes of a different encoding are decoded to values
+only if the argument `decode` is given.
 
-**Saving for a hub**: in training, a weight has codes, scales and state for the next step. Hub readers need codes and
-scales in a convention that they know and the config declares, and no further tensors, because inference engines refuse
-unknown names. So a save renames the entries before it plans, converts the scales of whole matrices
-(`transaxle.encodings.conventions.convention`), and leaves the training state out. Codes and block scales never change;
-if a value would change, nothing is saved.
+**Saving for a hub**: in training, a weight consists of codes, scales and state for the next training step. Programs
+that load from a hub need codes and scales in a convention that they know and that the config declares. They accept no
+additional tensors, because inference engines refuse unknown names. So before it plans, a save renames the entries,
+converts the scales of whole matrices (`transaxle.encodings.conventions.convention`), and omits the training state.
+Codes and block scales are never changed; if a value would change, the save is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, place_like, torch_dtype
 
 _PLAIN = "BF16"
-"""Assumed dtype of decoded values for codes in a state dict, which has no record of it."""
+"""Assumed dtype of decoded values for codes in a state dict, which does not record this dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _EncodedWeight:
     """Description of a quantized weight, which the ranks exchange before a save."""
 
     tensor: EncodedTensor
-    """Names of the weight's codes and scales."""
+    """The encoded tensor, with the names of its codes and scales."""
     dtype: str
     """Safetensors code of the dtype of the decoded values."""
 
@@ -73,16 +74,16 @@ wire.tellable(_EncodedWeight, EncodedTensor, Encoding, Role)
 
 @dataclass(frozen=True, slots=True)
 class HubTensors:
-    """Tensors and config of a model in a quantization convention that hub readers know."""
+    """Tensors and config of a model in a quantization convention for hubs."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Name -> tensor, for this rank."""
+    """Name -> tensor, for this rank's tensors."""
     global_tensors: Census
-    """All ranks' tensors, and which rank has which part."""
+    """The tensors of all ranks, with the shard that each rank holds."""
     config: Mapping[str, Any] | None
-    """The model's config, without a quantization section that belongs to a different convention."""
+    """The model's config, without its quantization section if that describes a different convention."""
     left_out: tuple[str, ...] = ()
-    """Names of buffers that are not saved, since hub readers do not know them."""
+    """Names of buffers that are not saved, because programs that load from a hub do not know them."""
 
 
 def to_hub_convention(
@@ -92,18 +93,19 @@ def to_hub_convention(
     config: Mapping[str, Any] | None,
     world: World,
 ) -> HubTensors:
-    """Convert the quantized weights of all ranks to a hub convention; collective if any rank has quantized weights.
+    """Convert the quantized weights of all ranks to a convention for hubs; all ranks must call this if any rank has
+    quantized weights.
 
     Args:
-        tensors: this rank's tensors by name, with codes and scales as entries of their own.
-        global_tensors: all ranks' tensors, and which rank has which part.
-        weights: this rank's quantized parameters; empty for a state dict, whose entry names show the encoding.
-        config: the model's config; if it declares a quantization, tensors that are no parameters are converted as that
-            quantization declares.
+        tensors: name -> tensor, for this rank's tensors; codes and scales are separate entries.
+        global_tensors: the tensors of all ranks, with the shard that each rank holds.
+        weights: name -> quantized parameter of this rank; empty for a state dict, whose entry names show the encoding.
+        config: the model's config; if it declares a quantization, tensors that are not parameters are converted as it
+            declares.
         world: all ranks that take part.
 
     Raises:
-        TransaxleError: UNSUPPORTED, on every rank, if no hub convention can express the weights.
+        TransaxleError: raised on every rank with code UNSUPPORTED, if no convention for hubs can express the weights.
     """
     encoded = group(global_tensors).encoded
     trained = {name: _EncodedWeight(tensor, _PLAIN) for name, tensor in encoded.items() if tensor.convention in TRAINED}
@@ -138,9 +140,10 @@ def to_hub_convention(
 
 
 def as_trained(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename a hub checkpoint's entries to the names used in training, if only the names differ.
+    """Rename the entries of a checkpoint from a hub to the names used in training, if only the names differ.
 
-    This holds for float8. It does not for nvfp4, whose amax cannot be computed from the hub's global scale.
+    This is the case for float8. It is not the case for nvfp4, whose amax cannot be computed from the global scale in
+    hub files.
 
     Args:
         checkpoint: the checkpoint under its stored names.
@@ -157,7 +160,7 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class _HubEntries:
-    """Collects this rank's entries for a hub, and the new names and dtypes on all ranks."""
+    """Collects this rank's entries for a hub, and the new names and dtypes of the entries on all ranks."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], to: Convention) -> None:
         self.tensors = tensors
@@ -205,7 +208,7 @@ def _octets(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _map_local(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Apply an elementwise function to this rank's part of a tensor, and keep its placement."""
+    """Apply an elementwise function to this rank's shard of a tensor, and keep the tensor's placement."""
     return mark(place_like(tensor, change(local_of(tensor))), part_of(tensor))
 
 
@@ -220,18 +223,18 @@ class _TypedWeight:
     encoding: Encoding
     """Encoding of the parameter's codes."""
     quantizer: str
-    """Description of the parameter's quantizer, for messages."""
+    """Description of the parameter's quantizer, for use in messages."""
     dtype: str
     """Safetensors code of the dtype of the decoded values."""
     shape: tuple[int, ...]
     """Shape of the whole decoded tensor."""
     entries: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Full name of codes or scales -> their safetensors code and whole shape."""
+    """Full name of codes or scales -> (safetensors code, shape of the whole tensor)."""
     state: tuple[str, ...]
-    """Full names of the parameter's further buffers, such as a scaling history."""
+    """Full names of the parameter's other buffers, such as a scaling history."""
 
     def fits(self, stored: Mapping[str, StoredTensor]) -> bool:
-        """Tell whether a source has the parameter's codes and scales, with the same dtypes and shapes."""
+        """Return whether a source contains the parameter's codes and scales, with the same dtypes and shapes."""
         pairs = ((stored.get(name), expected) for name, expected in self.entries.items())
         return all(
             stored_tensor is not None and (stored_tensor.dtype, stored_tensor.shape) == expected
@@ -244,24 +247,27 @@ wire.tellable(_TypedWeight, Encoding)
 
 @dataclass(frozen=True, slots=True)
 class FillModes:
-    """How a source fills each quantized parameter (copied codes, or values to quantize); equal on all ranks."""
+    """How a source fills each quantized parameter: with copied codes, or with values to quantize. It is equal on all
+    ranks.
+    """
 
     anew: Mapping[str, str]
     """Name of a parameter to be quantized -> safetensors code of the source's values."""
     begins: tuple[str, ...]
-    """Names of parameters whose codes the source has, but not the scaling history; a new history is begun."""
+    """Names of parameters whose codes the source has without their scaling history; a new history is begun for them."""
     gone: frozenset[str]
-    """Names of entries that are not read, and source names that `match_tensors` should not report, as their weight is
-    refused."""
+    """Names of entries that are not read, and source names that `match_tensors` need not report, because their weight
+    is refused.
+    """
     problems: list[Refusal]
     """A refusal for each parameter that the source cannot fill."""
 
 
 class Weights:
-    """The quantized parameters of all ranks; creating the object is collective.
+    """The quantized parameters of all ranks; all ranks must create this object together.
 
     Args:
-        parameters: this rank's quantized parameters by name.
+        parameters: name -> quantized parameter of this rank.
         world: all ranks that take part.
     """
 
@@ -273,14 +279,14 @@ class Weights:
 
     @property
     def beside(self) -> frozenset[str]:
-        """Names of scales and further buffers, which do not show the dialect."""
+        """Names of scales and other buffers, from which the dialect cannot be recognised."""
         return frozenset(
             name for weight, typed in self._all.items() for name in (*typed.entries, *typed.state) if name != weight
         )
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all codes, scales and further buffers of the quantized parameters."""
+        """Names of all codes, scales and other buffers of the quantized parameters."""
         return frozenset(name for weight in self._all.values() for name in (*weight.entries, *weight.state))
 
     @property
@@ -305,19 +311,20 @@ class Weights:
         partial: bool,
         trained: Collection[str] | None = None,
     ) -> View:
-        """Return a source in the model's dialect, decoded except for codes that fill quantized parameters.
+        """Return a source translated into the model's dialect, and decoded except for codes that fill quantized
+        parameters.
 
         Args:
-            checkpoint: the source under its stored names.
-            names: the model's tensors by name.
-            family: the family, if the user gave one.
-            dialect: dialect of the model's names, if the user gave it.
-            decode: the argument `decode=` of `load`.
-            partial: leave out tensors of which the source has only some pieces.
-            trained: as for the function `view`.
+            checkpoint: the source checkpoint under its stored names.
+            names: name -> shape, for the model's tensors.
+            family: the family that the user gave; None means that it is recognised.
+            dialect: the dialect of the model's names that the user gave; None means that it is recognised.
+            decode: the argument `decode` of `load`.
+            partial: whether to omit tensors of which the source has only some pieces.
+            trained: the argument `trained` of `source_view.view`.
 
         Raises:
-            TransaxleError: the errors of the function `view`.
+            TransaxleError: any error that `source_view.view` raises.
         """
         if self._all:
             checkpoint = as_trained(checkpoint)
@@ -332,10 +339,10 @@ class Weights:
             try:
                 raw = read(checkpoint)
             except TransaxleError:
-                pass  # the dialect cannot express the codes
+                pass  # the dialect cannot express the codes of these weights
             else:
                 stored = raw.tensors()
-                # names that the source stores twice, perhaps with unequal values
+                # names of tensors that the source stores twice, perhaps with unequal values
                 unproven = {raw.model_name(check.first.name) for check in raw.checkpoint.checks}
                 fits = [
                     name
@@ -352,8 +359,8 @@ class Weights:
         """Decide how a source fills each quantized parameter.
 
         Args:
-            source_view: the source in the model's dialect.
-            stored: the source's tensors by the model's tensor names.
+            source_view: the source translated into the model's dialect.
+            stored: the model's tensor name -> tensor of the source.
         """
         encoded = source_view.checkpoint.stored.catalog.encoded
         anew: dict[str, str] = {}
@@ -364,7 +371,7 @@ class Weights:
             source = stored.get(name)
             if weight.fits(stored):
                 stored_state = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
-                # this weight's quantization recipe does not use such state
+                # the quantization recipe of this weight does not use such state
                 gone |= stored_state.difference(weight.state)
                 if weight.state and not stored_state:
                     begins.append(name)
@@ -373,7 +380,8 @@ class Weights:
             if source is not None and is_plain(source.dtype):
                 if source.shape == weight.shape:
                     anew[name] = source.dtype
-                    # The source's scaling state belongs to its codes, not to the new ones.
+                    # The scaling state in the source belongs to the source's codes, but the new codes differ from
+                    # these.
                     gone.update(name + suffix for suffix in STATE_SUFFIXES)
                 else:
                     message = f"its shape is {list(weight.shape)} in the model, but {list(source.shape)} in the source"
@@ -384,7 +392,7 @@ class Weights:
                 stored_encoding = next((encoded[origin] for origin in origins if origin in encoded), None)
                 lacking = [full for full in weight.entries if full not in stored]
                 if stored_encoding is None and (not lacking or len(lacking) == len(weight.entries)):
-                    continue  # `match_tensors` reports each missing entry of the weight
+                    continue  # `match_tensors` reports each missing codes or scales entry of the weight
                 if stored_encoding is None:
                     problems += [Refusal("MISSING_TENSOR", _HALF, Where(None, full), _WHOLE_WEIGHT) for full in lacking]
                 else:
@@ -412,9 +420,9 @@ def stand_in(parameter: torch.Tensor, code: str, *, meta: bool) -> torch.Tensor:
     """Return an empty plain tensor with a quantized parameter's shape and placements.
 
     Args:
-        parameter: a QuantizedTensor, or a DTensor of one.
+        parameter: a QuantizedTensor, or a DTensor that consists of QuantizedTensors.
         code: safetensors code of the values to load.
-        meta: create the tensor on the meta device.
+        meta: whether to create the tensor on the meta device.
     """
     inner = local_of(parameter)
     values = torch.empty(inner.shape, dtype=torch_dtype(code), device="meta" if meta else inner.device)

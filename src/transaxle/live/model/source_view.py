@@ -1,9 +1,11 @@
-"""Re-express the source in the model's dialect, which is recognised by the model's tensor names, never by shapes. Then
-tensors are matched by name, and every difference is reported before any byte moves.
+"""Translates a source checkpoint into the dialect of a live model; the dialect is recognised by the model's tensor
+names, never by shapes. Then the tensors of source and model are matched by name, and every difference is reported
+before any byte is moved.
 
-**Grouped parameters**: the source may have N separate tensors that are one stack in the model, or the reverse, also in
-models of unknown families. Such parameters are found by the names in source and model, and a table of tensor names is
-built for them. Codes and scales of quantized parameters are moved unchanged, like other tensors.
+**Grouped parameters**: the source may have N separate tensors that are one stack in the model, or the reverse. This
+also works for models of unknown families. Such parameters are found by their names in source and model, and a
+conversion table is built for them. Codes and scales of quantized parameters are moved without change, like the tensors
+of plain parameters.
 """
 
 from __future__ import annotations
@@ -47,10 +49,12 @@ from transaxle.live.model.destination import decode_hint, may_become
 
 @dataclass(frozen=True, slots=True)
 class Restacked:
-    """A checkpoint whose grouped parameters are in the model's form: separate tensors or stacks."""
+    """A checkpoint whose grouped parameters are in the model's form, either separate tensors or stacks."""
 
     checkpoint: Checkpoint
-    """The checkpoint, with changed forms; sets of experts that do not match the model's stay as they are stored."""
+    """The checkpoint with changed forms; sets of experts that do not match those of the model remain as they are
+    stored.
+    """
     changed: bool
     """Whether the form of any parameter was changed."""
     complete: bool
@@ -66,8 +70,8 @@ def restack(checkpoint: Checkpoint, model_shapes: Mapping[str, Shape], optional_
         optional_names: names of the model's tensors that the source may lack.
 
     Raises:
-        Refused: the translation between names fails (its own code), or UNEQUAL_COPIES, if the source has both forms
-            with different shapes.
+        Refused: if the translation between names fails; with code UNEQUAL_COPIES, if the source has both forms with
+            different shapes.
     """
     entries = {name: entry.shape for name, entry in checkpoint.container.entries.items()}
     arrangement = arrange(groups(model_shapes, entries), entries)
@@ -88,7 +92,7 @@ def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoi
         stems: the sets of parameters whose form is changed.
 
     Raises:
-        Refused: the refusals of `restack`.
+        Refused: any refusal that `restack` raises.
     """
     family, container = table(stems), checkpoint.container
     table_settings = msgspec.structs.replace(
@@ -109,13 +113,13 @@ def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoi
 
 
 class _TableNames(StoredNames):
-    """Stored names that are read by a table made for one checkpoint, in which codes and scales are separate tensors.
+    """Stored names that are read with a table made for one checkpoint, in which codes and scales are separate tensors.
 
     Args:
         container: the container of the stored tensors.
-        settings: settings whose only family has the table.
-        undecoded: as for `StoredNames`.
-        names: the stored names that the table reads.
+        settings: settings in which the only family has that table.
+        undecoded: the argument `undecoded` of `StoredNames`.
+        names: the stored names that the table contains.
     """
 
     def __init__(
@@ -126,12 +130,12 @@ class _TableNames(StoredNames):
 
     @cached_property
     def catalog(self) -> Catalog:
-        """Catalog of all stored tensors, none of them decoded."""
+        """Catalog of all stored tensors without decoding any of them."""
         return Catalog(self._container, self._container.entries, {}, None, ())
 
     @cached_property
     def bound(self) -> BoundNames:
-        """The stored names that the table reads, bound to its lines."""
+        """The stored names that the table contains, each matched with its line."""
         family = self._settings.families[FAMILY]
         return bind(self._table_names, family, family.dialects[0], self.sizes)
 
@@ -140,33 +144,34 @@ _UNREAD: Code = "UNKNOWN_FAMILY"
 _UNDECIDED: Code = "AMBIGUOUS"
 _LACKS = "A shard may be missing. Use strict=False to load the tensors that exist."
 _SHOWN = 3
-"""Maximum number of model names, and of source names, that an error lists."""
+"""Largest number of model names, and of source names, that an error lists."""
 _COMPARED, _LIKE = 8, 0.6
-"""Maximum number of names for which the closest match is suggested, and the minimum similarity of such a match."""
+"""Largest number of names for which the closest match is suggested, and the lowest similarity of such a match."""
 _UNKNOWN_ROWS = "Nothing says which rows are padding: give config= with the vocab_size."
 _OTHER_SIZES = "Build the model with the sizes that the source has."
 
 
 @dataclass(frozen=True)
 class View:
-    """A checkpoint re-expressed in the model's dialect."""
+    """A checkpoint translated into the model's dialect."""
 
     checkpoint: Checkpoint
-    """The checkpoint, re-expressed in the model's dialect."""
+    """The checkpoint, translated into the model's dialect."""
     dialect: str
     """Label of the model's dialect; `identity` if source and model have the same names, so that no table is needed."""
     prefix: str
-    """Prefix that the model's names have in front of the dialect's names."""
+    """Prefix of the model's names that the dialect's names do not have."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Name in the checkpoint -> name in the model, for parameters that have two names, which the dialect treats as
-    one."""
+    """Name in the checkpoint -> name in the model, for parameters that have two names for which the dialect has only
+    one.
+    """
     numbers: Mapping[str, Shape] = field(default_factory=dict)
-    """Name in the model -> shape, for scales with one number per matrix; quantization conventions store these as `[]`,
-    `[1]` or `[1, 1]`.
+    """Name in the model -> shape, for scales with one number per matrix. Quantization conventions store such scales as
+    `[]`, `[1]` or `[1, 1]`.
     """
 
     def model_name(self, name: str) -> str:
-        """Return the name in the model of a tensor of the checkpoint."""
+        """Return the name in the model for a tensor of the checkpoint."""
         parameter, slot = split_slot(name)
         return join_slot(self.other_names.get(parameter) or self.prefix + parameter, slot)
 
@@ -189,22 +194,22 @@ def view(
     partial: bool = False,
     trained: Collection[str] | None = None,
 ) -> View:
-    """Re-express a checkpoint in the dialect of a model's names.
+    """Translate a checkpoint into the dialect of a model's names.
 
     Args:
-        checkpoint: the source, under its own names.
-        names: tensor name in the model -> whole shape, of all ranks together.
-        family: the family, if the user gave one.
-        dialect: dialect of the model's names, if the user gave it.
-        neutral_names: names that do not help to recognise the dialect.
-        partial: leave out tensors of which the source has only some pieces.
-        trained: parameters with optimizer state that are not in `names`, because the state dict shows only parts of
-            these parameters; None: unknown.
+        checkpoint: the source checkpoint under its stored names.
+        names: tensor name in the model -> shape of the whole tensor, for the tensors of all ranks together.
+        family: the family that the user gave; None means that it is recognised.
+        dialect: the dialect of the model's names that the user gave; None means that it is recognised.
+        neutral_names: tensor names that are ignored when the dialect is recognised.
+        partial: whether to omit tensors of which the source has only some pieces.
+        trained: parameters with optimizer state that are not in `names`, because the state dict contains only parts of
+            them; None means that they are unknown.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY or AMBIGUOUS, if no table reads the model's names and the source's names differ; the
-            message shows the closest dialect.
-        Refused: the translation into the dialect fails, with its own code.
+        UsageError: with code UNKNOWN_FAMILY or AMBIGUOUS, if no table fits the model's names and the source's names are
+            different; the message contains the closest dialect.
+        Refused: with the code of the translation, if the translation into the dialect fails.
     """
     if dialect == IDENTITY:
         return View(checkpoint, IDENTITY, "")
@@ -226,7 +231,7 @@ def view(
     except TransaxleError as error:
         common_count = sum(name in identity_view.checkpoint for name in weight_names) + len(identity_view.other_names)
         if not is_explicit and ((error.code == _UNREAD and common_count) or 2 * common_count > len(weight_names)):
-            return identity_view  # source and model share names, so the names that differ are reported instead
+            return identity_view  # source and model have names in common, so the names that differ are reported instead
         if checkpoint.family is None or family is not None:
             raise _show_both_sides(error, weight_names, checkpoint, is_explicit) from None
         try:
@@ -249,8 +254,8 @@ def view(
 
 
 def _same_trained(checkpoint: Checkpoint, names: AbstractSet[str], trained: Collection[str] | None) -> bool:
-    """Tell whether optimizer state already has the model's names: each state belongs to a parameter of the model, which
-    may be fused.
+    """Return whether optimizer state already has the model's names, that is, each state belongs to a parameter of the
+    model, which may be fused.
     """
     model_parameters = names | set(trained or ())
     stated = {parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT}
@@ -258,7 +263,7 @@ def _same_trained(checkpoint: Checkpoint, names: AbstractSet[str], trained: Coll
 
 
 def _match_unwrapped(source_view: View, model_names: Sequence[str]) -> dict[str, str]:
-    """Return name in the view -> name in the model, for names that differ only in wrapper segments."""
+    """Return name in the translated checkpoint -> name in the model, for names that differ only in wrapper segments."""
     own_of_model = own_names(model_names, outer=True) or {name: name for name in model_names}
     parameters = [source_view.prefix + name for name in source_view.checkpoint if split_slot(name)[1] == WEIGHT]
     own_of_view = own_names(parameters, outer=True) or {name: name for name in parameters}
@@ -273,11 +278,11 @@ def _match_unwrapped(source_view: View, model_names: Sequence[str]) -> dict[str,
 
 
 def _other_names(source_view: View, dialect: Dialect, weight_names: Sequence[str]) -> dict[str, str]:
-    """Return name in the view -> name in the model, for names that differ, but that the dialect reads as the same
-    tensor.
+    """Return name in the translated checkpoint -> name in the model, for different names that the dialect reads as the
+    same tensor.
 
-    A table may read several names of one tensor, of which it writes one: Megatron's norms have different names with and
-    without Transformer Engine.
+    A table may contain several names of one tensor, of which a conversion writes only one. For example, Megatron's
+    norms have different names with and without Transformer Engine.
     """
     model_names = set(weight_names)
     free = {name for name in source_view.checkpoint if source_view.prefix + name not in model_names}
@@ -300,14 +305,16 @@ def _other_names(source_view: View, dialect: Dialect, weight_names: Sequence[str
 
 
 def _one_tensor(first: Line, second: Line) -> bool:
-    """Tell whether two table lines are two names for one tensor."""
+    """Return whether two table lines are two names for one tensor."""
     same_numbers = first.name.holes == second.name.holes
     same_values = (first.expression.text, first.lossy) == (second.expression.text, second.lossy)
     return first is not second and same_numbers and same_values
 
 
 def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
-    """Return a source as a checkpoint of the model's family, if several families' tables read its names."""
+    """If the tables of several families fit a source's names, return the source as a checkpoint of the model's
+    family.
+    """
     try:
         _ = checkpoint.reading
     except TransaxleError as error:
@@ -319,7 +326,9 @@ def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
 
 
 def _translate(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoint:
-    """Return a source in another dialect; with `partial`, without tensors of which the source lacks a piece."""
+    """Return a source translated into a different dialect; with `partial`, without tensors of which the source lacks a
+    piece.
+    """
     try:
         return checkpoint.view_as(label)
     except TransaxleError as error:
@@ -333,7 +342,7 @@ def _translate(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoi
 def _show_both_sides(
     error: TransaxleError, model_names: Sequence[str], checkpoint: Checkpoint, is_explicit: bool
 ) -> TransaxleError:
-    """Return an error that shows names of source and model, if no table reads the source's names or the model's."""
+    """Return an error that shows tensor names of source and model, if no table fits the names of one of the two."""
     if is_explicit or error.code != _UNREAD or any(name in checkpoint for name in model_names):
         return error
     shown_of_model, shown_of_source = (
@@ -355,27 +364,28 @@ def match_tensors(
     encoded: Collection[str] = (),
     rows: object = None,
 ) -> tuple[list[Refusal], tuple[str, ...], tuple[str, ...]]:
-    """Match the model's tensors with the source's; return refusals, names that only the model has, and names that only
-    the source has.
+    """Match the model's tensors with those of the source; return refusals, names that only the model has, and names
+    that only the source has.
 
-    If the source has a different number of experts, or only a part of them, that is one refusal; the experts' names are
-    not listed as missing.
+    If the source has a different number of experts, or only some of the experts, this results in a single refusal, and
+    the names of the experts are not listed as missing.
 
     Args:
         targets: the model's tensors.
-        stored: the source's tensors by the model's names.
-        optimizer: whether to report optimizer state that only the source has.
+        stored: the model's tensor name -> tensor of the source.
+        optimizer: whether optimizer state that only the source has is reported.
         decode: dtype of parameters that may be loaded from encoded tensors.
-        sizes: returns a text on how the two configs' sizes differ, or ""; called only if a shape differs.
+        sizes: function that returns a text on how the sizes in the two configs differ, or ""; it is called only if a
+            shape differs.
         dtype: dtype of parameters that may be loaded from plain tensors of other dtypes.
         encoded: names of encoded tensors that are decoded, as the catalog spells them.
-        rows: the source's vocabulary size, if known; rows beyond it are padding.
+        rows: the vocabulary size of the source, if it is known; rows beyond this size are padding.
     """
     stored_shapes = {name: source.shape for name, source in stored.items()}
     experts = arrange(groups({name: tensor.shape for name, tensor in targets.items()}, stored_shapes), stored_shapes)
     missing = tuple(name for name in targets if name not in stored and name not in experts.broken)
     extra_names = (name for name in stored if name not in targets and name not in experts.broken)
-    # tensors that are made from no stored tensor are zero, and a model need not have them
+    # tensors that no stored tensor fills are zero, and a model need not have such tensors
     extra_names = (name for name in extra_names if stored[name].origins)
     unexpected = tuple(name for name in extra_names if optimizer or split_slot(name)[1] == WEIGHT)
     problems = list(experts.problems)
@@ -398,13 +408,14 @@ def match_tensors(
 
 
 def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: Iterable[str] = ()) -> list[Refusal]:
-    """Return a refusal for every tensor name that only the model or only the source has, with the other's closest name.
+    """Return a refusal for every tensor name that only the model or only the source has, with the most similar name on
+    the other side.
 
     Args:
         missing: names that only the model has.
-        unexpected: tensor names that only the source has, as the model's dialect spells them. Extra state for a module
-            that has none is only reported, not refused.
-        source: source names, in the source's spelling, that the model lacks.
+        unexpected: tensor names that only the source has, as the model's dialect spells them. Extra state of a module
+            that the model does not have is only reported, and not refused.
+        source: names that only the source has, as the source spells them.
     """
     advice = "Use strict=False to load the others."
     near = _closest(missing, (*unexpected, *source), "the source")
@@ -421,7 +432,7 @@ def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: 
 
 
 def _closest(names: Sequence[str], candidates: Iterable[str], side: str) -> dict[str, str]:
-    """Return name -> hint with the closest of the candidates, for the first few names; candidates with an equal last
+    """Return name -> hint with the most similar candidate, for the first few names; candidates with the same last
     segment are preferred.
     """
     by_end: dict[str, list[str]] = {}
@@ -436,7 +447,7 @@ def _closest(names: Sequence[str], candidates: Iterable[str], side: str) -> dict
 
 
 def refuse_omitted(names: Iterable[str]) -> list[Refusal]:
-    """Return a refusal for each parameter or buffer that the state dict omits, so a load cannot set it."""
+    """Return a refusal for each parameter or buffer that the state dict omits, because a load cannot set it."""
     message = "its module leaves it out of state_dict, so load_state_dict cannot set it"
     return [
         Refusal("MISSING_TENSOR", message, Where(None, n), "Use strict=False to leave it unchanged.") for n in names

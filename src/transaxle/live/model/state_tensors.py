@@ -1,14 +1,16 @@
-"""Collects the tensors of a model or state dict by their names in a checkpoint, and reads the model's config.
+"""Collects the tensors of a model or state dict under the names that a checkpoint uses, and reads the model's config.
 
 Name segments that wrappers insert (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's `module`)
-are removed. numpy arrays of a state dict become tensors in the same memory, so they are saved like any tensor and
-filled in place.
+are removed. Numpy arrays in a state dict become tensors in the same memory, so they are saved like tensors and filled
+in place.
 
-**Megatron's sharded state dicts**: the entries of `model.sharded_state_dict()` become one grid of shards per key.
+**Megatron's sharded state dicts**: the entries of `model.sharded_state_dict()` are combined into one grid of shards per
+key.
 
-A `ShardedTensor` is a box of a whole tensor. Several such boxes (layers, experts, the gate and the up projection) may
-share one key. A `ShardedTensorFactory` makes such boxes from a parameter: views of the parameter, or copies that the
-factory can merge again. Megatron is never imported here; its objects exist only in programs that have imported it.
+A `ShardedTensor` of Megatron is a box (region) of a whole tensor. Several such boxes (layers, experts, the gate and the
+up projection) may share one key. A `ShardedTensorFactory` makes such boxes from a parameter: either views of the
+parameter, or copies that the factory can merge again after a load. This module never imports Megatron: objects of its
+classes exist only in programs that have imported it.
 """
 
 from __future__ import annotations
@@ -58,12 +60,12 @@ from transaxle.torch_tensors import (
 )
 
 MODULE = "megatron.core.dist_checkpointing.mapping"
-"""Python module in which Megatron defines the classes of sharded state dicts."""
+"""Name of the Python module in which Megatron defines the classes of sharded state dicts."""
 _ODD = "Give the state dict of model.sharded_state_dict()."
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether an entry of a state dict is an object of Megatron's sharded state dicts."""
+    """Return whether an entry of a state dict is an object of Megatron's sharded state dicts."""
     mapping = sys.modules.get(MODULE)
     return mapping is not None and isinstance(value, (mapping.ShardedBase, mapping.LocalNonpersistentObject))
 
@@ -77,11 +79,11 @@ class Factory:
     key: str
     """Key of the factory in the sharded state dict."""
     parameter: torch.Tensor
-    """The parameter itself."""
+    """The parameter into which the copies are merged."""
     merge: Any
     """Function that computes the parameter's values from the copies, nested as in `built`."""
     built: Any
-    """The copies, nested in lists and dicts."""
+    """The copies, nested in lists and dicts as the factory returned them."""
 
     def finish(self) -> None:
         """Merge the copies' values into the parameter."""
@@ -108,20 +110,20 @@ class _Shard:
     """A Megatron `ShardedTensor`, reduced to what loads and saves need."""
 
     cell: Cell
-    """Interval of the whole tensor along each dim."""
+    """For each dim of the whole tensor, the interval that the shard covers."""
     data: torch.Tensor
-    """Values of the shard, with as many dims as the whole tensor."""
+    """Values of the shard, with as many dims as the whole tensor has."""
     spare: bool
     """Whether the shard is a replica of another rank's shard."""
     padded: bool
-    """Whether the whole tensor may have more rows than in a checkpoint."""
+    """Whether the whole tensor may have more rows (padding) than the tensor in a checkpoint."""
 
 
 def megatron_state(values: Iterable[Any]) -> MegatronState:
-    """Read the entries of a sharded state dict.
+    """Convert the entries of a sharded state dict to grids of shards.
 
     Args:
-        values: entries for which `is_sharded` is true.
+        values: the entries for which `is_sharded` is true.
     """
     mapping = sys.modules[MODULE]
     shards: dict[str, list[Any]] = {}
@@ -150,7 +152,7 @@ def megatron_state(values: Iterable[Any]) -> MegatronState:
 
 
 def _build_entries(factory: Any, problems: list[Refusal]) -> tuple[Any, bool]:
-    """Return the entries that a factory builds from its parameter, and whether the entries are copies."""
+    """Return the entries that a factory builds from its parameter, and whether these entries are copies."""
     try:
         built = factory.build()
     except Exception as error:  # noqa: BLE001 - the factory is Megatron's or the user's code
@@ -252,7 +254,7 @@ def _overlap(intervals_per_dim: Iterable[Intervals]) -> bool:
 
 
 State = nn.Module | Mapping[str, Any]
-"""A model, or a state dict, nested or flat."""
+"""A model, or a state dict, which may be nested or flat."""
 _SEPARATOR = "."
 _OLD_SHARDS = "torch.distributed._shard.sharded_tensor"
 _WITHOUT_SHARDS = (
@@ -263,59 +265,64 @@ _PLAIN_ONLY = "This module keeps its values in extra state: load and save the mo
 _KINDS = "biufc"
 """Codes (`dtype.kind`) of the numpy dtypes that `torch.from_numpy` accepts."""
 _LISTED = 4
-"""Maximum number of config keys that a message lists."""
+"""Largest number of config keys that a message lists."""
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """The tensors and the non-tensor entries of a model or state dict on this rank."""
+    """The tensors of a model or state dict on this rank, and its entries that are not tensors."""
 
     tensors: Mapping[str, torch.Tensor]
     """Name -> tensor or DTensor; parameters are the parameter objects themselves, except for derived entries."""
     non_tensors: Mapping[str, Any]
-    """Entry name -> value, for entries that are not tensors: of a state dict, or extra states of a model's modules."""
+    """Name -> value, for entries that are not tensors: entries of a state dict, or extra states of a model's
+    modules.
+    """
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Quantized parameters of a model by name; `tensors` has their codes and scales as separate entries."""
+    """Name -> quantized parameter of a model; `tensors` contains its codes and scales as separate entries."""
     custom_modules: tuple[CustomModule, ...] = ()
-    """Modules of a model whose entries in `tensors` are copies; after a load, `settle` moves the copies' values into
-    the modules."""
+    """Modules of a model whose entries in `tensors` are copies; after a load, `settle` moves the values of the copies
+    into the modules.
+    """
 
     refusals: tuple[Refusal, ...] = ()
     """A refusal for each tensor into which loaded values could not be stored."""
 
     copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Name of a base weight -> further tensors that get the same values: the copies of the weight that an adapter
-    trains."""
+    """Name of a base weight -> additional tensors that get the same values, namely the copies of the weight that an
+    adapter trains.
+    """
     untouched: tuple[str, ...] = ()
-    """Names of entries that a load leaves unchanged: a model's adapters or their base, or a sharded state dict's
-    non-tensors."""
+    """Names of entries that a load does not change: a model's adapters or their base, or entries of a sharded state
+    dict that are not tensors.
+    """
     sharded: bool = False
     """Whether some of `tensors` are grids of a Megatron sharded state dict."""
     factories: tuple[Factory, ...] = ()
-    """Parameters of a Megatron sharded state dict of which `tensors` has copies."""
+    """Parameters of a Megatron sharded state dict of which `tensors` contains copies."""
     unshown: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Name in the model -> parameter, for parameters that the state dict shows only in a different form, such as a
-    fused parameter that is shown as separate parts.
+    """Name in the model -> parameter that the state dict contains only in a different form, such as a fused parameter
+    that appears as separate parts.
     """
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> tensor, for all tensors that an optimizer may have as parameters."""
+        """Name -> tensor, for all tensors that may be parameters of an optimizer."""
         return {**self.tensors, **self.weights, **self.unshown}
 
 
 def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leaves:
-    """Collect the tensors and the non-tensor entries of a model or state dict.
+    """Collect the tensors of a model or state dict, and its entries that are not tensors.
 
     Args:
-        state: a module, including its persistent buffers, or a mapping; nested mappings and lists are flattened with
-            `.`. A Megatron sharded tensor is named by its `key`.
-        sharded: accept Megatron's sharded tensors, as grids of shards.
-        ranges: accept parameters of DeepSpeed ZeRO-3, each as this rank's range of its elements.
+        state: a module, whose persistent buffers are included, or a mapping; the keys of nested mappings and lists are
+            joined with `.`. The name of a Megatron sharded tensor is its `key`.
+        sharded: whether to accept Megatron's sharded tensors, which become grids of shards.
+        ranges: whether to accept parameters of DeepSpeed ZeRO-3, each as this rank's range of the parameter's elements.
 
     Raises:
-        Refused: NAME_COLLISION, if two entries get the same name; UNSUPPORTED, if `state` is neither a module nor a
-            mapping, or has lazy parameters or sharded tensors that are not accepted.
+        Refused: with code NAME_COLLISION, if two entries get the same name; with code UNSUPPORTED, if `state` is
+            neither a module nor a mapping, or has lazy parameters or sharded tensors that are not accepted.
     """
     _check(state)
     is_module = isinstance(state, nn.Module)
@@ -343,7 +350,7 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
         if strange is not None:
             problems.append(strange)
         elif is_module and is_partitioned(value):
-            # tied parameters stay one object
+            # tied parameters remain a single object
             tensors[name] = of_zero3[id(value)] = of_zero3.get(id(value), own_range(value))
         elif isinstance(value, torch.Tensor) and not (is_module and name.endswith(EXTRA_STATE)):
             tensors[name] = value
@@ -364,8 +371,8 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
 
 
 def _unshown(model: nn.Module, entries: Mapping[str, Any], names: Container[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters that no entry of a model's state dict contains, unless an entry has the parameter's
-    name.
+    """Return the parameters that no entry of a model's state dict contains, unless an entry has the name of the
+    parameter.
     """
     shown = set(map(id, entries.values()))
     hidden_parameters = {own_name(name): each for name, each in model.named_parameters() if id(each) not in shown}
@@ -375,11 +382,11 @@ def _unshown(model: nn.Module, entries: Mapping[str, Any], names: Container[str]
 def _of_mapping(
     tensors: dict[str, torch.Tensor], non_tensors: dict[str, Any], of_megatron: list[Any], *, sharded: bool
 ) -> Leaves:
-    """Return the leaves of a state dict.
+    """Return the `Leaves` (tensors and other entries) of a state dict.
 
     Raises:
-        Refused: UNSUPPORTED, if FSDP2 is about to free a parameter; also the refusals of `_take_arrays` and
-            `_with_shards`.
+        Refused: with code UNSUPPORTED, if FSDP2 is about to free a parameter; also any refusal that `_take_arrays` and
+            `_with_shards` raise.
     """
     parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
     if parameters and (freed := find_gathered(parameters)):
@@ -394,10 +401,10 @@ def _of_mapping(
 
 
 def _take_arrays(tensors: dict[str, torch.Tensor], non_tensors: dict[str, Any]) -> tuple[Refusal, ...]:
-    """Move numpy arrays from `non_tensors` to `tensors`; return a refusal for each array that cannot be filled.
+    """Move numpy arrays from `non_tensors` to `tensors`; return a refusal for each array that a load cannot fill.
 
     Raises:
-        Refused: UNSUPPORTED, if torch lacks an array's dtype or strides.
+        Refused: with code UNSUPPORTED, if torch does not support an array's dtype or strides.
     """
     arrays = {name: value for name, value in non_tensors.items() if is_array(value)}
     for name, array in arrays.items():
@@ -409,11 +416,11 @@ def _take_arrays(tensors: dict[str, torch.Tensor], non_tensors: dict[str, Any]) 
 def _with_shards(
     tensors: dict[str, torch.Tensor], non_tensors: Mapping[str, Any], of_megatron: list[Any], *, sharded: bool
 ) -> Leaves:
-    """Return the leaves of a state dict with Megatron's entries.
+    """Return the `Leaves` (tensors and other entries) of a state dict that contains Megatron's entries.
 
     Raises:
-        Refused: UNSUPPORTED, if Megatron's entries are not accepted; NAME_COLLISION, if a key is also the name of an
-            ordinary entry.
+        Refused: with code UNSUPPORTED, if Megatron's entries are not accepted; with code NAME_COLLISION, if a key is
+            also the name of an ordinary entry.
     """
     if not sharded:
         message = "only tx.load, tx.save and tx.async_save take the sharded state dict of a Megatron model"
@@ -449,7 +456,7 @@ def _refuse_entry(name: str, value: Any, *, of_module: bool) -> Refusal | None:
 
 
 def _is_of_old_shards(value: Any) -> bool:
-    """Tell whether an entry is torch's own `ShardedTensor`, which DTensors have replaced."""
+    """Return whether an entry is torch's own `ShardedTensor`, a class that DTensors have replaced."""
     module = sys.modules.get(_OLD_SHARDS)
     return module is not None and isinstance(value, module.ShardedTensor)
 
@@ -460,13 +467,13 @@ def _entries(model: nn.Module) -> dict[str, Any]:
             entries: dict[str, Any] = model.state_dict(keep_vars=True)
     except TransaxleError:
         raise
-    except Exception as error:  # state dict hooks may raise anything
+    except Exception as error:  # hooks of a state dict may raise any exception
         raise refuse("UNSUPPORTED", f"{type(model).__name__}.state_dict() failed: {error!r}") from error
     return entries
 
 
 def _copy(entry: torch.Tensor) -> torch.Tensor:
-    """Copy a derived entry, since the entry may be part of a parameter, or one element repeated (an expanded
+    """Copy a derived entry, because the entry may be a region of a parameter, or repeat one element (an expanded
     tensor).
     """
     return mark(entry.detach().clone(), part_of(entry))
@@ -487,7 +494,7 @@ def _find_quantized(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
-    """Return a refusal for every tensor that has no bytes to save, such as a meta tensor."""
+    """Return a refusal for every tensor without bytes that could be saved, such as a meta tensor."""
     problems = []
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -501,7 +508,9 @@ def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
 
 
 def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
-    """Return a refusal for every tensor that cannot store a separate value for each element."""
+    """Return a refusal for every tensor that cannot store a separate value for each element, such as an expanded
+    tensor.
+    """
     problems = []
     for _, name, tensor in local_parts(tensors):
         local = local_of(tensor)
@@ -519,15 +528,15 @@ def find_ties(tensors: Mapping[str, torch.Tensor], present: Container[str]) -> d
     """Return name -> present name, for each absent name whose tensor also has a name in `present`.
 
     Args:
-        tensors: a model's tensors by name; a tied parameter is one object under several names.
-        present: names for which there are values.
+        tensors: name -> tensor of a model; a tied parameter is a single object under several names.
+        present: names of tensors whose values exist.
     """
     loaded = {id(tensor): name for name, tensor in tensors.items() if name in present}
     return {name: loaded[id(t)] for name, t in tensors.items() if name not in present and id(t) in loaded}
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) for the leaves of nested mappings and lists."""
+    """Yield (path, value) for the innermost values of nested mappings and lists."""
     if isinstance(value, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -545,14 +554,14 @@ def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
     Args:
         model: the whole model.
         name: full name of the module's extra state in the model, as `leaves` returns it.
-        state: the state, as the module's `get_extra_state` returned it.
+        state: the state that the module's `get_extra_state` returned when it was saved.
     """
     owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
     next(module for path, module in unwrap(model).named_modules() if own_name(path) == owner).set_extra_state(state)
 
 
 def is_array(value: object) -> bool:
-    """Tell whether an entry is a numpy array of numbers (not of strings or objects)."""
+    """Return whether an entry is a numpy array of numbers (and not of strings or objects)."""
     return isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.kind not in "USMm"
 
 
@@ -560,7 +569,7 @@ def as_tensor(name: str, array: np.ndarray) -> torch.Tensor:
     """Return an array as a tensor in the same memory; a read-only array is copied.
 
     Raises:
-        Refused: UNSUPPORTED, if torch lacks the array's dtype or strides.
+        Refused: with code UNSUPPORTED, if torch does not support the array's dtype or strides.
     """
     if not array.dtype.isnative or any(step < 0 for step in array.strides):
         message = f"an array of {array.dtype} with strides {array.strides} is no memory that torch can share"
@@ -569,12 +578,15 @@ def as_tensor(name: str, array: np.ndarray) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype) or array.dtype.names is not None:
         raise refuse("UNSUPPORTED", f"torch has no dtype for arrays of {array.dtype}", tensor=name)
     bits = array if array.dtype.kind in _KINDS else array.view(f"u{array.dtype.itemsize}")
-    shared = torch.from_numpy(bits if bits.flags.writeable else bits.copy())  # torch warns about read-only memory
+    # avoids a warning of torch about read-only memory
+    shared = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
     return shared.view(dtype)
 
 
 def read_only(name: str, array: np.ndarray) -> list[Refusal]:
-    """Return one refusal if an array is read-only, since a load cannot fill it; otherwise an empty list."""
+    """Return a list with one refusal if an array is read-only, because a load cannot fill it; otherwise return an empty
+    list.
+    """
     if array.flags.writeable:
         return []
     hint = "Give an array that can be written, such as array.copy()."
@@ -584,20 +596,20 @@ def read_only(name: str, array: np.ndarray) -> list[Refusal]:
 def common_config(
     state: State, user_config: Mapping[str, Any] | None, world: World, *, whole: bool = False
 ) -> Mapping[str, Any] | None:
-    """Return a model's config, which is then equal on all ranks; collective.
+    """Return a model's config, which is the same on all ranks; all ranks must call this function.
 
     Args:
-        state: the model, such as a transformers model with a config.
-        user_config: the config that the user gave; None: the model's own config, from the first rank that has one.
+        state: the model, for example a transformers model, which has a config.
+        user_config: the config that the user gave; None means the model's own config, from the first rank that has one.
         world: all ranks that take part.
-        whole: include values that equal the config class's defaults, which config.json omits.
+        whole: whether to include values that equal the defaults of the config class, which config.json omits.
     """
     own_or_given = own_config(state, whole=whole) if user_config is None else user_config
     return next((each for each in world.gather(own_or_given, repr) if each is not None), None)
 
 
 def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None:
-    """Return a model's config as in config.json or, if `whole`, with all default values; None if the model has no
+    """Return a model's config as in config.json, or with all default values if `whole`; None if the model has no
     config.
     """
     model = innermost(state) if isinstance(state, nn.Module) else state
@@ -613,7 +625,7 @@ def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None
 
 
 def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:
-    """Return a text that lists sizes whose values differ between the model's and the source's config; "" if none
+    """Return a text that lists the sizes that differ between the model's and the source's config; "" if no size
     differs.
     """
     config = getattr(innermost(state) if isinstance(state, nn.Module) else state, "config", None)

@@ -1,1 +1,3 @@
-"""Exchange of bytes between ranks through collectives and shared memory, and the store where ranks meet."""
+"""Exchange of bytes between ranks through collectives and shared memory, and the key-value store through which ranks
+find each other.
+"""

@@ -1,8 +1,10 @@
-"""Shared memory that several processes of one machine map, without a file name, so nothing remains after they end.
+"""Shared memory that several processes of one machine map. It has no file name, so nothing remains when the processes
+have ended.
 
-Ranks of one machine exchange bytes through shared memory; over the network, the bytes would be copied four more times.
-Each rank has a region with two halves: while other ranks read one half, the rank writes the next round into the other
-half. Ranks that cannot map each other's regions (on different machines, or in different containers) use the network.
+Ranks on one machine exchange bytes through shared memory; over the network, the bytes would be copied four more times.
+Each rank has a region of memory with two halves. While other ranks read one half, the rank writes the bytes of the next
+round into the other half. Ranks that cannot map each other's regions (because they are on different machines, or in
+different containers) use the network.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from transaxle.torch_tensors import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"/memfd:transaxle-[0-9a-f]{32} \(deleted\)")
-"""What the link of a region's file descriptor in `/proc/PID/fd` shows."""
+"""Text of the link in `/proc/PID/fd` that represents a region's file descriptor."""
 _ALIGNED = 64
-"""Alignment in bytes: tensors and parcels begin at multiples of 64, so that strided copies move whole words."""
+"""Alignment in bytes: tensors and parcels (blocks of bytes) begin at multiples of 64, so that strided copies move whole
+words.
+"""
 
 
 def align(size: int) -> int:
-    """Round a size in bytes up to a multiple of the alignment, where the next tensor or parcel may begin."""
+    """Round a size in bytes up to a multiple of the alignment, which is where the next tensor or parcel may begin."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -38,11 +42,11 @@ class Address:
     """Address by which another process of the same user can map a region."""
 
     pid: int
-    """Process id of the region's creator."""
+    """Process id of the process that created the region."""
     fd: int
-    """The region's file descriptor in the creator's process."""
+    """The region's file descriptor in that process."""
     name: str
-    """What the descriptor's link in `/proc` shows; it is unique across machines."""
+    """Text of the descriptor's link in `/proc`, which is unique across machines."""
 
 
 wire.tellable(Address)
@@ -52,8 +56,8 @@ class Region:
     """A region of memory that other processes can map.
 
     Args:
-        size: size in bytes.
-        fd: descriptor of an existing region, which this object will own; None: create a region.
+        size: size of the region in bytes.
+        fd: file descriptor of an existing region, which this object then owns; None means that a region is created.
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
@@ -68,7 +72,7 @@ class Region:
             self.close()
             raise
         self.bytes: Bytes = np.frombuffer(mapped, np.uint8)[:size]
-        """The region's bytes; the memory stays mapped while any array refers to it."""
+        """The bytes of the region; its memory remains mapped while any array refers to it."""
 
     def _create(self) -> int:
         if hasattr(os, "memfd_create"):
@@ -84,7 +88,7 @@ class Region:
         return Address(os.getpid(), self.fd, f"/memfd:{self._name} (deleted)")
 
     def close(self) -> None:
-        """Close the file descriptor; existing mappings stay, but no further process can map the region."""
+        """Close the file descriptor. Existing mappings remain, but no other process can map the region any more."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -97,11 +101,11 @@ class Region:
 
 
 def map_region(address: Address) -> Bytes | None:
-    """Map a region of a different process for reading; return None if this process cannot see the region.
+    """Map a region of another process for reading; return None if this process has no access to the region.
 
     The name is compared before anything is opened, because in a different container the process id may belong to an
-    unrelated process. An address whose name is not a region's name is refused, so a false address cannot make this
-    process read other files.
+    unrelated process. An address whose name is not the name of a region is refused, so that a false address cannot make
+    this process read other files.
     """
     if not _NAME.fullmatch(address.name):
         return None
@@ -124,7 +128,7 @@ _GRAIN = 1 << 20
 
 
 class ShmTransport:
-    """The shared memory regions of this rank and of the ranks whose regions it can map.
+    """The shared memory regions of this rank, and of the ranks whose regions it can map.
 
     Args:
         world: all ranks that take part.
@@ -144,16 +148,14 @@ class ShmTransport:
         return 0 if self._region is None else self._region.size
 
     def prepare(self, need: int) -> None:
-        """Make room for `need` bytes per rank and round; collective over the world, with the same `need` on all
-        ranks.
-        """
-        # All ranks ask for the same size, so either all of them skip the collective calls below or none does.
+        """Make room for `need` bytes per rank and round. All ranks must call this method, with the same `need`."""
+        # All ranks ask for the same size, so either all ranks skip the collective calls below, or no rank does.
         if need <= self._half:
             return
         self._half = -(-max(need, _GRAIN) // _GRAIN) * _GRAIN
         self.close()
         try:
-            # A failure here is not raised: the bytes of a rank without a region go over the network.
+            # A failure of these steps is not raised: the bytes of a rank without a region are sent over the network.
             self._region = Region(2 * self._half)
         except (OSError, ValueError):
             self._region = None
@@ -164,7 +166,8 @@ class ShmTransport:
             rank: None if address is None else map_region(address) for rank, address in addresses_of_others.items()
         }
         self._mapped = {rank: region for rank, region in mapped.items() if region is not None}
-        # Every rank must know which ranks can map which regions: sender and receiver must choose the same transport.
+        # Every rank must know which ranks can map which regions, because sender and receiver must choose the same
+        # transport.
         seen_by_rank = self._world.gather(frozenset(self._mapped))
         self._readers = {
             sender: frozenset(
@@ -174,33 +177,33 @@ class ShmTransport:
         }
 
     def reaches(self, sender: int, receiver: int) -> bool:
-        """Tell whether a receiver can map a sender's region; equal on all ranks."""
+        """Return whether a receiver can map a sender's region; the answer is equal on all ranks."""
         return receiver in self._readers.get(sender, ())
 
     @property
     def reaches_any(self) -> bool:
-        """Whether any rank can map a region besides its own; equal on all ranks."""
+        """Return whether any rank can map a region besides its own; the answer is equal on all ranks."""
         return any(self._readers.values())
 
     def buffer(self, start: int, size: int) -> Bytes:
-        """Return `size` writable bytes of this rank's region, in the half of the present round."""
+        """Return `size` writable bytes of this rank's region, in the half that belongs to the present round."""
         if self._region is None:
             raise ValueError("this rank has no shared memory")
         begin = self._turn * self._half + start
         return self._region.bytes[begin : begin + size]
 
     def bytes_from(self, sender: int, start: int, size: int) -> Bytes:
-        """Return bytes that the sender has written in this round; the bytes are valid until the next round ends."""
+        """Return bytes that the sender has written in this round; they are valid until the next round ends."""
         begin = self._turn * self._half + start
         return self._mapped[sender][begin : begin + size]
 
     def flip(self) -> None:
         """End a round; the next round uses the other half of each region."""
-        # Other ranks may still be reading this half.
+        # Other ranks may still be reading the half of this round.
         self._turn = 1 - self._turn
 
     def close(self) -> None:
-        """Release the regions; memory to which arrays still refer stays mapped."""
+        """Release the regions; memory to which arrays still refer remains mapped."""
         if self._region is not None:
             self._region.close()
         self._region = None

@@ -1,10 +1,11 @@
-"""A key-value store for ranks that share a secret; unlike it, torch's own store answers anyone who reaches its port.
+"""A key-value store for ranks that share a secret; torch's own store, by contrast, answers any program that reaches its
+port.
 
-Server and client first prove to each other that they know the secret: each computes a code (HMAC-SHA256) of a random
-number from the other, so neither the secret nor a reusable answer is ever sent. Every later message carries a code that
-depends on the connection and on the message's position in it. So an attacker can read messages in transit, but not
-change them. A client that fails the proof gets no rank number and delays no other client. Once all ranks are connected,
-the port is closed.
+Server and client first prove to each other that they know the secret. Each computes a code (HMAC-SHA256) of a random
+number from the other, so neither the secret nor a reusable answer is ever sent. Every later message contains a code
+that depends on the connection and on the message's position in it. So an attacker can read messages in transit, but
+cannot change them. A client that fails the proof gets no rank number, and does not delay any other client. When all
+ranks are connected, the port is closed.
 
     number 0                                      another rank
     "transaxle store 1", number a           ->
@@ -42,20 +43,23 @@ _NONCE, _CODE = 32, 32
 _COMES, _LISTENS = b"I come", b"I listen"
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 26
-"""Maximum size in bytes of a message from a client that has proved the secret."""
+"""Largest size in bytes of a message from a client that has proved the secret."""
 _MEETING, _TAG = "meeting", 32
-"""Key of the random number that identifies this meeting of ranks, and the number's size in bytes."""
+"""Key under which the random number is stored that identifies this group of connected ranks, and size of the number in
+bytes.
+"""
 _HANDSHAKE = 15.0
-"""Seconds within which a client must prove the secret."""
+"""Seconds within which a client must prove that it knows the secret."""
 _STRANGERS = 64
-"""Maximum number of connections that have not proved the secret; a further connection closes the oldest of these."""
+"""Largest number of connections that have not proved the secret; an additional connection closes the oldest of them."""
 _TURN = 1.0
-"""Seconds after which a rank that waits for a key asks again, so that a different thread of the rank can ask in
-between."""
+"""Seconds after which a rank that waits for a key asks again, so that another thread of the rank can send a request in
+between.
+"""
 _MOMENT = 0.01
-"""Seconds to sleep while the store shuts down, and between requests of a rank that waits for a key."""
+"""Seconds to sleep while the store is shut down, and between two requests of a rank that waits for a key."""
 _AGAIN = 0.1
-"""Seconds between attempts to reach number 0."""
+"""Seconds between two attempts to connect to rank number 0."""
 _THERE = "Is the process with number 0 running, and can this machine reach it?"
 _OTHER = "Give the same secret to all ranks of all jobs."
 
@@ -65,42 +69,44 @@ def _code(key: bytes, *parts: bytes) -> bytes:
 
 
 class _Rank(msgspec.Struct):
-    """First message of a client that has proved the secret."""
+    """First message of a client after it has proved the secret."""
 
     number: int
     """Rank number of the client."""
     said: str
-    """Description, in words, of the meeting of ranks that the client expects to join."""
+    """Description, in words, of the group of ranks that the client expects to join."""
 
 
 class _Request(msgspec.Struct):
-    """Request of a client to the store."""
+    """Request of a client to the server of the store."""
 
     do: Literal["set", "get", "add", "swap", "delete", "count"]
-    """Name of the operation; `get` waits up to `wait` seconds; `swap` sets a key only if its value is `expected`."""
+    """Name of the operation. `get` waits for at most `wait` seconds; `swap` sets a key only if its value is
+    `expected`.
+    """
     keys: tuple[str, ...] = ()
     """Keys of the operation; `get` waits until all of these keys exist."""
     value: bytes = b""
-    """New value of the key, for `set` and `swap`."""
+    """New value of the key, for the operations `set` and `swap`."""
     expected: bytes = b""
-    """Present value that the key must have, for `swap`."""
+    """Present value that the key must have, for the operation `swap`."""
     amount: int = 0
-    """Number that is added to the key's value, for `add`."""
+    """Number that is added to the key's value, for the operation `add`."""
     wait: float = 0.0
-    """Maximum seconds to wait for the keys, for `get`."""
+    """Largest number of seconds to wait for the keys, for the operation `get`."""
 
 
 class _Answer(msgspec.Struct):
-    """Answer of the store to a request."""
+    """Answer of the server to a request."""
 
     value: bytes | None = None
-    """Value of the first key; None if one of the keys is absent."""
+    """Value of the first key; None if one of the keys does not exist."""
     amount: int = 0
     """Sum after `add`, or number of keys in the store after `count`."""
 
 
 class _Seal:
-    """Computes the authentication codes of the messages in one direction of a connection.
+    """Computes the authentication codes for the messages in one direction of a connection.
 
     Args:
         key: HMAC key of this direction.
@@ -115,17 +121,17 @@ class _Seal:
         return _code(self._key, self._count.to_bytes(8, "big"), message)
 
     def frame(self, message: bytes) -> bytes:
-        """Return the next message as it is sent: with its length and code."""
+        """Return the next message in the form in which it is sent: with its length and its code."""
         return _LENGTH.pack(len(message)) + message + self.code(message)
 
     def check(self, message: bytes, code: bytes) -> None:
-        """Raise if the code does not match the next message."""
+        """Raise an error if the code does not match the next message."""
         if not hmac.compare_digest(self.code(message), code):
             raise ConnectionError("a message was changed on its way")
 
 
 def _seals(secret: bytes, nonces: bytes) -> tuple[_Seal, _Seal]:
-    """Return the code computers of a connection, for messages to rank number 0 and for messages from it."""
+    """Return two `_Seal`s for a connection: for messages to rank number 0, and for messages from rank number 0."""
     return _Seal(_code(secret, b"to number 0", nonces)), _Seal(_code(secret, b"from number 0", nonces))
 
 
@@ -137,7 +143,7 @@ def _size(header: bytes) -> int:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Listen at an address of this machine; "" for all addresses, IPv4 and IPv6."""
+    """Listen at an address of this machine; "" means all addresses, IPv4 and IPv6."""
     if not host and socket.has_dualstack_ipv6():
         return socket.create_server((host, port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
     family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -145,17 +151,17 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class StoreServer:
-    """Serves the store in a thread until rank number 0 disconnects, `close` is called, or the process ends.
+    """Serves the store in a thread, until rank number 0 disconnects, `close` is called, or the process ends.
 
     Args:
-        host: address of this machine to listen at; "" for all its addresses.
-        port: TCP port; 0: any free port.
-        secret: secret that all clients must prove to know.
-        size: number of clients, after which the port is closed.
-        expectation: description of the meeting that all clients must expect.
+        host: address of this machine at which the server listens; "" means all its addresses.
+        port: TCP port; 0 means any free port.
+        secret: secret that all clients must prove that they know.
+        size: number of clients; when this number is reached, the port is closed.
+        expectation: description of the group of ranks that all clients must expect to join.
 
     Raises:
-        StorageError: IO, if the server cannot listen at this address.
+        StorageError: with code IO, if the server cannot listen at this address.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, size: int, expectation: str = "") -> None:
@@ -164,7 +170,7 @@ class StoreServer:
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._writers: WeakSet[asyncio.StreamWriter] = WeakSet()
         self._first: asyncio.StreamWriter | None = None
-        """Connection of rank number 0; the store ends when this connection does."""
+        """Connection of rank number 0; when it ends, the store is shut down."""
         try:
             self._socket = _listener(host, port)
         except OSError as error:
@@ -174,7 +180,7 @@ class StoreServer:
         self.port: int = self._socket.getsockname()[1]
         """TCP port at which the server listens."""
         self.refused = 0
-        """Number of connections whose client failed to prove the secret."""
+        """Number of connections whose client failed to prove that it knows the secret."""
         self._changed, self._over = asyncio.Condition(), asyncio.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="transaxle-store", daemon=True)
         self._started = threading.Event()
@@ -183,7 +189,7 @@ class StoreServer:
 
     def close(self) -> None:
         """Close all connections and the port."""
-        with suppress(RuntimeError):  # the event loop is closed already
+        with suppress(RuntimeError):  # the event loop is already closed
             self._loop.call_soon_threadsafe(self._over.set)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -204,7 +210,7 @@ class StoreServer:
         await asyncio.sleep(_MOMENT)
 
     async def _shut(self) -> None:
-        """Close the port; stop accepting first, because asyncio would lose a connection that it accepts while
+        """Close the port. Accepting is stopped first, because asyncio would lose a connection that it accepts while
         closing.
         """
         if self._socket.fileno() < 0:
@@ -228,7 +234,9 @@ class StoreServer:
                     self._over.set()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[_Seal, _Seal] | None:
-        """Let a client prove the secret and introduce itself; return None if the client cannot take part."""
+        """Let a client prove that it knows the secret, and read its first message; return None if the client cannot
+        take part.
+        """
         self._strangers[writer] = None
         if len(self._strangers) > _STRANGERS:
             next(iter(self._strangers)).transport.abort()
@@ -257,7 +265,7 @@ class StoreServer:
         return coming, going
 
     def _problem(self, rank: _Rank) -> str:
-        """Return the reason why a client cannot take part; "" if it can take part."""
+        """Return the reason why a client cannot take part; return "" if it can."""
         if rank.said != self._expectation:
             return f"this rank meets {rank.said}, but another one {self._expectation}"
         return "" if rank.number in self._numbers else f"another rank has the number {rank.number}"
@@ -297,19 +305,19 @@ async def _next(reader: asyncio.StreamReader, seal: _Seal) -> bytes:
 
 
 class SharedStore(Store):
-    """One rank's connection to the store, for process groups of torch.
+    """The connection of one rank to the store, in the form that torch's process groups need.
 
     Args:
-        address: host and port of the store's server, which rank number 0 runs.
+        address: host and port of the store's server, which runs in rank number 0.
         secret: secret that all ranks know.
         number: number of this rank among the clients of the store.
-        expectation: description of the meeting that this rank expects.
+        expectation: description of the group of ranks that this rank expects to join.
         timeout: the longest wait for the server, and for keys.
 
     Raises:
-        StorageError: IO, if the server cannot be reached in time.
-        Refused: UNSUPPORTED, if the server has a different secret, or is no store.
-        UsageError: AMBIGUOUS, if a different client has this number, or the server's `expectation` differs.
+        StorageError: with code IO, if the server cannot be reached in time.
+        Refused: with code UNSUPPORTED, if the server has a different secret, or is not a server of such a store.
+        UsageError: with code AMBIGUOUS, if another client has this number, or the server's `expectation` differs.
     """
 
     def __init__(
@@ -321,7 +329,7 @@ class SharedStore(Store):
         self._lock = threading.Lock()
         self._where = f"{address[0]}:{address[1]}"
         end = time.monotonic() + timeout.total_seconds()
-        # closed before the proof, because too many unproved connections were open
+        # the server closed the connection before the proof, because too many unproved connections were open
         while not self._connect(address, end, secret):
             time.sleep(_AGAIN)
         try:
@@ -335,7 +343,7 @@ class SharedStore(Store):
 
     @property
     def own_host(self) -> str:
-        """This machine's IP address on the connection to the store's server."""
+        """The IP address of this machine on the connection to the store's server."""
         return str(self._socket.getsockname()[0])
 
     def close(self) -> None:
@@ -350,7 +358,7 @@ class SharedStore(Store):
         return refuse("IO", f"cannot meet at {self._where}: {error.strerror or error}", hint=_THERE)
 
     def _connect(self, address: tuple[str, int], end: float, secret: bytes) -> bool:
-        """Connect to the store's server and prove the secret; return False if the caller should try again."""
+        """Connect to the store's server and prove the secret; return False if the caller should try it again."""
         try:
             self._socket = socket.create_connection(address, max(end - time.monotonic(), _AGAIN))
         except OSError as error:
@@ -372,7 +380,7 @@ class SharedStore(Store):
         return True
 
     def _prove(self, secret: bytes) -> tuple[_Seal, _Seal]:
-        """Exchange proofs of the secret with the server; return the code computers for sent and received messages."""
+        """Exchange proofs of the secret with the server; return the `_Seal`s for sent and for received messages."""
         if self._exactly(len(_HELLO)) != _HELLO:
             message = f"the server at {self._where} is no meeting of this version of transaxle"
             raise refuse("UNSUPPORTED", message, hint="Give a port that no other program has.")
@@ -384,7 +392,7 @@ class SharedStore(Store):
         return _seals(secret, first + second)
 
     def _introduce(self, rank: bytes) -> None:
-        """Send this rank's number, and the description of the meeting that it expects."""
+        """Send this rank's number, and the description of the group of ranks that it expects to join."""
         problem = self._exchange(rank).decode()
         if problem:
             raise refuse(
@@ -410,18 +418,19 @@ class SharedStore(Store):
         """Send a request to the server, and return the answer.
 
         Raises:
-            dist.DistNetworkError: the connection is lost; a subclass of RuntimeError, as torch's own stores raise.
+            dist.DistNetworkError: if the connection is lost; it is a subclass of RuntimeError, as torch's own stores
+            raise.
         """
         try:
             with self._lock:
                 answer = self._exchange(msgspec.msgpack.encode(request))
         except OSError as error:
-            self._socket.close()  # a message that was sent in part cannot be continued
+            self._socket.close()  # a message that was only partly sent cannot be continued
             raise dist.DistNetworkError(f"the store at {self._where} is lost: {error}") from error
         return msgspec.msgpack.decode(answer, type=_Answer)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist; raises `dist.DistStoreError`, a RuntimeError, after the timeout."""
+        """Wait until all keys exist; after the timeout, raise `dist.DistStoreError`, a RuntimeError."""
         self._wait_for(tuple(keys), timeout or self._patience)
 
     def _wait_for(self, keys: tuple[str, ...], timeout: timedelta) -> bytes:
@@ -435,7 +444,8 @@ class SharedStore(Store):
                 raise dist.DistStoreError(
                     f"after {timeout.total_seconds():g} s not all of this is there: {', '.join(keys)}"
                 )
-            time.sleep(_MOMENT)  # otherwise this thread would get the lock again at once, before any other
+            # without the pause, this thread would get the lock again immediately, before any other thread
+            time.sleep(_MOMENT)
 
     def get(self, key: str) -> bytes:
         """Wait for a key, and return its value."""
@@ -446,8 +456,8 @@ class SharedStore(Store):
         self._ask(_Request("set", (key,), _octets(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if its value is `expected`, or if the key is absent and `expected` is empty; return the key's value
-        afterwards.
+        """Set a key if its value is `expected`, or if the key does not exist and `expected` is empty; return the key's
+        value afterwards.
         """
         answer = self._ask(_Request("swap", (key,), _octets(desired), _octets(expected)))
         return answer.value or b""
@@ -457,7 +467,7 @@ class SharedStore(Store):
         return self._ask(_Request("add", (key,), amount=amount)).amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all keys exist."""
+        """Return whether all keys exist."""
         return self._ask(_Request("get", tuple(keys))).value is not None
 
     def delete_key(self, key: str) -> bool:
@@ -469,7 +479,7 @@ class SharedStore(Store):
         return self._ask(_Request("count")).amount
 
     def clone(self) -> SharedStore:
-        """Return this store, which several threads may use at once."""
+        """Return this same object, which several threads may use at the same time."""
         return self
 
 
@@ -478,17 +488,17 @@ def _octets(value: str | bytes) -> bytes:
 
 
 def check_connections(group: dist.ProcessGroup, store: SharedStore, secret: bytes, number: int, size: int) -> None:
-    """Let each rank prove the secret on its direct connections to other ranks, which do not lead through the store.
+    """Let each rank prove the secret on its direct connections to other ranks, which bypass the store.
 
     Args:
-        group: the ranks.
-        store: the store through which these ranks have met.
+        group: the process group of the ranks.
+        store: the store through which these ranks have connected.
         secret: secret that all ranks know.
         number: number of this rank among the clients of the store.
         size: number of ranks.
 
     Raises:
-        StorageError: IO, if a connection leads to a program that is none of these ranks.
+        StorageError: with code IO, if a connection leads to a program that is none of these ranks.
     """
     if size == 1:
         return

@@ -1,12 +1,13 @@
-"""Exchange of tensors' bytes between ranks: through shared memory within a machine, over the process group otherwise.
+"""Exchange of the bytes of tensors between ranks: through shared memory within a machine, and otherwise over the
+process group.
 
-All ranks compute the sizes of all parcels (blocks of bytes from one rank to others), so no headers are sent. Bytes are
-sent as uint8, which every backend supports.
+All ranks compute the sizes of all parcels (blocks of bytes from one rank to one or more ranks), so no headers are sent.
+Bytes are sent as uint8, a dtype that every backend supports.
 
-**Buckets**: the same rounds of parcels are sent many times, in bounded memory, so the parcels' offsets are computed
-once. Every rank has two buckets (buffers): while one bucket is read or sent, the other is packed. A third of a bucket
-is shared memory for other ranks of the machine, a third is for bytes to send over the network, and a third for received
-bytes.
+**Buckets**: the same rounds of parcels are sent many times, in a limited amount of memory, so the offsets of the
+parcels are computed once. Every rank has two buckets (buffers). While one bucket is read or sent, the other bucket is
+packed. A third of a bucket is shared memory for other ranks of the machine, a third is for bytes to send over the
+network, and a third is for received bytes.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from transaxle.torch_tensors import of_bytes
 def begin_all_to_all(
     world: World, received: torch.Tensor, outgoing: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
 ) -> Callable[[], None]:
-    """Start an all-to-all exchange of bytes, and return a function that waits for its end; collective.
+    """Start an all-to-all exchange of bytes, and return a function that waits for its end; all ranks must call both.
 
     Args:
         world: all ranks that take part.
-        received: buffer for received bytes, ordered by rank.
-        outgoing: bytes to send, ordered by rank.
-        receive_sizes: bytes from each rank.
-        send_sizes: bytes for each rank.
+        received: buffer for the received bytes, ordered by sending rank.
+        outgoing: the bytes to send, ordered by receiving rank.
+        receive_sizes: number of bytes from each rank.
+        send_sizes: number of bytes for each rank.
 
     Raises:
-        StorageError: IO, if a rank is lost; the returned function may also raise it.
+        StorageError: with code IO, if a rank is lost; the returned function may raise it too.
     """
     with collective():
         work = dist.all_to_all_single(received, outgoing, receive_sizes, send_sizes, group=world.group, async_op=True)
@@ -50,7 +51,8 @@ def begin_all_to_all(
 
 
 class RankExchange:
-    """Exchanges parcels in rounds, through shared memory within a machine, otherwise over the process group.
+    """Exchanges parcels (blocks of bytes) in rounds: through shared memory within a machine, and otherwise over the
+    process group.
 
     Args:
         world: all ranks that take part.
@@ -63,19 +65,19 @@ class RankExchange:
         self.rank = world.rank
         self.ranks = world.ranks
         self.received = 0
-        """Bytes that this rank has received from other ranks."""
+        """Number of bytes that this rank has received from other ranks."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
-        """Exchange parcels in one round; collective over the world, with the same list of parcels on every rank.
+        """Exchange parcels in one round. All ranks must call this method, with the same list of parcels.
 
         Args:
-            parcels: the parcels of all ranks; if a rank sends a parcel to itself, the bytes are only copied locally.
-            fill: writes a parcel's bytes into a buffer; called on the sender, once per parcel.
-            take: receives a parcel's bytes; called on each receiver, once per parcel. They are valid until the next
-                round begins.
+            parcels: the parcels of all ranks; the bytes of a parcel from a rank to itself are only copied locally.
+            fill: function that writes a parcel's bytes into a buffer; it is called on the sender, once per parcel.
+            take: function that receives a parcel's bytes; it is called on each receiver, once per parcel. The bytes are
+                valid until the next round begins.
 
         Returns:
-            number of bytes that this rank received from other ranks.
+            the number of bytes that this rank received from other ranks.
         """
         rank = self._world.rank
         places = self._place_parcels(parcels)
@@ -106,13 +108,13 @@ class RankExchange:
 
     @property
     def _shm(self) -> ShmTransport:
-        """The ranks' shared memory, which the first round creates."""
+        """The shared memory of the ranks, which is created in the first round."""
         if self._opened is None:
             self._opened = ShmTransport(self._world)
         return self._opened
 
     def _place_parcels(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return each parcel's offset in the sender's shared memory, after making room for all parcels."""
+        """Return the offset of each parcel in the sender's shared memory, after making room for all parcels."""
         ends: dict[int, int] = {}
         places = []
         for parcel in parcels:
@@ -124,7 +126,7 @@ class RankExchange:
         return places
 
     def _take_near(self, parcels: Sequence[Parcel], places: Sequence[int], take: Take) -> int:
-        """Wait until all ranks have written, and read this rank's parcels from shared memory."""
+        """Wait until all ranks have written their parcels, and read the parcels for this rank from shared memory."""
         shm = self._shm
         if not any(shm.reaches(parcel.sender, rank) for parcel in parcels for rank in parcel.receivers):
             return 0
@@ -169,45 +171,49 @@ class RankExchange:
 
 
 Work = Callable[[int, int, torch.Tensor], None]
-"""`work(round, parcel, buffer)`: pack a parcel's bytes into the buffer, or read them from it; it must not raise."""
+"""A function called as `work(round, parcel, buffer)`, which packs a parcel's bytes into the buffer, or reads them from
+it. It must not raise an error.
+"""
 SHARES = 3
-"""Number of equal parts of a bucket; in one round a rank may send, and may receive, at most as many bytes as a part
-has."""
+"""Number of equal parts into which a bucket is divided. In one round, a rank may send, and may receive, at most the
+size of one part.
+"""
 
 
 @dataclass
 class _Round:
-    """What one rank sends and receives in one round; places are byte offsets in a bucket."""
+    """What one rank sends and receives in one round; all places are byte offsets in a bucket."""
 
     packs: list[tuple[int, int, int | None, list[int]]] = field(default_factory=list)
-    """For each parcel that this rank sends: parcel number, size, place in shared memory, places in the network
-    buffer."""
+    """For each parcel that this rank sends: number of the parcel, size, place in shared memory, places in the network
+    buffer.
+    """
     near: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """For each parcel that this rank reads from shared memory: parcel number, size, sender, place."""
+    """For each parcel that this rank reads from shared memory: number of the parcel, size, sending rank, place."""
     far: list[tuple[int, int, int]] = field(default_factory=list)
-    """For each parcel that this rank receives over the network: parcel number, size, place."""
+    """For each parcel that this rank receives over the network: number of the parcel, size, place."""
     send_sizes: list[int] = field(default_factory=list)
     """Number of bytes to send to each rank over the network."""
     receive_sizes: list[int] = field(default_factory=list)
     """Number of bytes to receive from each rank over the network."""
     meets: bool = False
-    """Whether any rank reads a different rank's shared memory in this round."""
+    """Whether any rank reads another rank's shared memory in this round."""
     sends: bool = False
     """Whether any rank sends bytes over the network in this round."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Rounds of parcels, with the place of every parcel in a bucket."""
+    """Rounds of parcels (blocks of bytes), with the place of every parcel in a bucket (buffer)."""
 
     rounds: Sequence[_Round]
-    """The rounds, in the order in which they are run."""
+    """The rounds, in the order in which they are exchanged."""
     received: int
-    """Bytes that this rank receives in all rounds of the route."""
+    """Number of bytes that this rank receives in all rounds of the route."""
 
 
 class BucketExchange:
-    """Exchanges parcels of bytes in the rounds of routes, which are computed once and run many times.
+    """Exchanges parcels (blocks of bytes) in the rounds of a `Route`, which is computed once and used many times.
 
     Args:
         world: all ranks that take part.
@@ -225,7 +231,7 @@ class BucketExchange:
         return self._shm.size + self._sent.size + self._arrived.size
 
     def route(self, rounds: Sequence[Sequence[Parcel]]) -> Route:
-        """Compute the places of all parcels; collective over the world, with the same list of parcels on every rank."""
+        """Compute the places of all parcels. All ranks must call this method, with the same list of parcels."""
         if self._device.type == "cpu":
             need = max((max(_region_sizes(parcels).values(), default=0) for parcels in rounds), default=0)
             if need:
@@ -237,10 +243,10 @@ class BucketExchange:
         return Route(placed_rounds, received)
 
     def run(self, route: Route, pack: Work, take: Work) -> None:
-        """Exchange the parcels of a route; collective over the world; each rank passes its route of the same parcels.
+        """Exchange the parcels of a route; all ranks must call this method, each with its route for the same parcels.
 
         Raises:
-            StorageError: IO, if a rank is lost.
+            StorageError: with code IO, if a rank is lost.
         """
         waiting: tuple[int, _Round, Callable[[], None], torch.Tensor] | None = None
         for number, route_round in enumerate(route.rounds):
@@ -260,7 +266,7 @@ class BucketExchange:
                     self._world, arrived, send_buffer, route_round.receive_sizes, route_round.send_sizes
                 )
                 pending = number, route_round, wait, arrived
-            # Read the previous round's bytes while the next bucket is sent.
+            # The bytes of the previous round are read while the next bucket is sent.
             if waiting is not None:
                 _take_out(waiting[0], waiting[1], waiting[3], take)
             waiting = pending
@@ -269,7 +275,7 @@ class BucketExchange:
             _take_out(waiting[0], waiting[1], waiting[3], take)
 
     def close(self) -> None:
-        """Release the buckets."""
+        """Release the memory of the buckets."""
         self._shm.close()
         self._sent, self._arrived = _Halves(self._device), _Halves(self._device)
 
@@ -282,7 +288,7 @@ class BucketExchange:
                 copy.copy_(buffers[0])
 
     def _place_parcels(self, parcels: Sequence[Parcel]) -> _Round:
-        """Compute the places of one round's parcels."""
+        """Compute the places of the parcels of one round."""
         world, placed = self._world, _Round()
         position = {rank: number for number, rank in enumerate(world.ranks)}
         outgoing: list[list[int]] = [[] for _ in range(world.size)]
@@ -316,7 +322,7 @@ class BucketExchange:
 
 
 class _Halves:
-    """Two buffers that rounds use in turn, and that grow as needed."""
+    """Two buffers that successive rounds use in turn; they grow as needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -324,11 +330,11 @@ class _Halves:
 
     @property
     def size(self) -> int:
-        """Bytes of both buffers."""
+        """Total size of both buffers in bytes."""
         return sum(map(len, self._halves))
 
     def half(self, number: int, size: int) -> torch.Tensor:
-        """Return the first `size` bytes of the buffer that a round uses."""
+        """Return the first `size` bytes of the buffer that the round with this number uses."""
         turn = number % 2
         if len(self._halves[turn]) < size:
             self._halves[turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -341,7 +347,7 @@ def _take_out(number: int, route_round: _Round, arrived: torch.Tensor, take: Wor
 
 
 def _region_sizes(parcels: Sequence[Parcel]) -> dict[int, int]:
-    """Return rank -> bytes of shared memory that the rank needs if all ranks can map each other's regions."""
+    """Return rank -> bytes of shared memory that the rank needs, if all ranks can map each other's regions."""
     ends: dict[int, int] = {}
     for parcel in parcels:
         if any(rank != parcel.sender for rank in parcel.receivers):
@@ -352,8 +358,8 @@ def _region_sizes(parcels: Sequence[Parcel]) -> dict[int, int]:
 def _lay_out(
     by_rank: Sequence[Sequence[int]], parcels: Sequence[Parcel], sizes: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Place parcels one after the other, ordered by receiving rank; yield (parcel number, places), and append the sizes
-    per rank.
+    """Place parcels one after the other, ordered by receiving rank. Yield (number of the parcel, places), and append
+    each rank's size to `sizes`.
     """
     places: dict[int, list[int]] = {}
     at = 0

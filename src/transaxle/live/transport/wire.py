@@ -1,8 +1,9 @@
-"""Encoding of messages between ranks. They carry plain data and records of registered classes; nothing is unpickled.
+"""Encoding of the messages between ranks. The messages contain plain data and records of registered classes; nothing is
+unpickled.
 
-The encoding is msgpack. A value of a type that msgpack lacks (a tuple, a dtype, …) becomes an array that begins with
-the number of its kind. Bytes of any other form are refused; a class is only looked up among the registered classes,
-never imported.
+The encoding of messages is msgpack. A value of a type that msgpack lacks (a tuple, a dtype, …) is encoded as an array
+that begins with the number of its kind. Bytes in any other form are refused; a class is looked up only among the
+registered classes, and never imported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transaxle.errors import CODES, OF_SYSTEM, Refusal, TransaxleError, Where, g
 
 
 class _Kind(IntEnum):
-    """Python type of the value that a msgpack array stands for."""
+    """Python type of the value that is encoded as a msgpack array."""
 
     LIST = 0
     TUPLE = 1
@@ -44,16 +45,16 @@ _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _LOSSLESS = "surrogatepass"
 _SHORT = range(-(1 << 63), 1 << 64)
 _BUFFERS = "biufc"
-"""Codes (`dtype.kind`) of numpy's bool and number dtypes."""
+"""Codes (`dtype.kind`) of numpy's dtypes for booleans and numbers."""
 _BUFFER = re.compile(rf"[<>|][{_BUFFERS}][1-9]\d?")
-"""Accepted names of numpy dtypes, such as `<f4`; numpy would also interpret many other strings."""
+"""Pattern of accepted names of numpy dtypes, such as `<f4`. Numpy itself would interpret many other texts."""
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if type(each) is torch.dtype}
-"""torch's dtypes by name; `getattr(torch, name)` with a received name could make torch import modules."""
+"""Name -> torch dtype; `getattr(torch, name)` with a received name could make torch import modules."""
 _SYSTEM = {each.__name__: each for each in OF_SYSTEM}
-"""Built-in exceptions such as FileNotFoundError, by the name in an encoded refusal's `system`."""
+"""Name in the field `system` of an encoded refusal -> built-in exception, such as FileNotFoundError."""
 _KINDS: Mapping[type, _Kind] = {list: _Kind.LIST, set: _Kind.SET, frozenset: _Kind.FROZENSET}
 RECORDS: dict[str, type] = {}
-"""Classes whose objects may be sent, by their full names."""
+"""Full name of a class -> the class, for all classes whose objects may be sent."""
 
 
 def tellable(*classes: type) -> None:
@@ -72,20 +73,21 @@ tellable(Where)
 
 
 def encode(value: object, otherwise: Callable[[object], object] | None = None) -> bytes:
-    """Encode a value.
+    """Encode a value as the bytes of a message.
 
     Args:
-        value: plain data, arrays of numbers, torch dtypes, our own errors, and records of registered classes.
-        otherwise: converts an object that cannot be encoded to plain data; None: such an object is refused.
+        value: plain data, arrays of numbers, torch dtypes, Transaxle's errors, and records of registered classes.
+        otherwise: function that converts an object that cannot be encoded to plain data; None means that such an object
+            is refused.
 
     Raises:
-        TypeError: the value contains an object that cannot be encoded.
+        TypeError: if the value contains an object that cannot be encoded.
     """
     return msgspec.msgpack.encode(_pack(value, otherwise))
 
 
 def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
-    """Convert a Python value to types that msgpack has."""
+    """Convert a Python value to types that msgpack supports."""
     kind = type(value)
     if kind is str and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
         return [_Kind.TEXT, value.encode(errors=_LOSSLESS)]
@@ -99,7 +101,7 @@ def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
         return [_Kind.DTYPE, str(value).removeprefix("torch.")]
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _BUFFERS:
         return [_Kind.ARRAY, value.dtype.str, *value.shape, np.ascontiguousarray(value).tobytes()]
-    if kind is Refusal:  # without `detail`: a function cannot be sent
+    if kind is Refusal:  # the field `detail` is omitted, because a function cannot be sent
         system = None if value.system is None else value.system.__name__
         texts = (value.code, value.message, value.where, value.hint, system)
         return [_Kind.REFUSAL, *(_pack(each, None) for each in texts)]
@@ -115,7 +117,9 @@ def _pack(value: Any, otherwise: Callable[[object], object] | None) -> Any:
 
 
 def _parts(value: Any) -> tuple[_Kind, Any] | None:
-    """Return the kind and the items of a container such as a tuple or set; None for a value that is no container."""
+    """Return the kind and the elements of a container such as a tuple or set; return None for a value that is not a
+    container.
+    """
     if isinstance(value, Mapping):
         return _Kind.DICT, chain.from_iterable(value.items())
     if type(value) in (tuple, torch.Size):
@@ -134,10 +138,10 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def decode(octets: bytes | memoryview) -> Any:
-    """Decode bytes that a rank has encoded with `encode`.
+    """Decode bytes that another rank has encoded with `encode`.
 
     Raises:
-        Refused: CORRUPT, if `encode` cannot have written the bytes.
+        Refused: with code CORRUPT, if `encode` cannot have produced the bytes.
     """
     try:
         return _unpack(msgspec.msgpack.decode(octets))
@@ -149,7 +153,7 @@ def decode(octets: bytes | memoryview) -> Any:
 
 
 def _unpack(value: Any) -> Any:
-    """Convert a value of msgpack's types back to the Python value that was encoded."""
+    """Convert a value of the types that msgpack supports back to the Python value that was encoded."""
     if type(value) is not list:
         if type(value) not in _PLAIN and type(value) is not int:
             raise TypeError(f"a bare {type(value).__name__}")
@@ -214,7 +218,7 @@ def _record(items: list[Any]) -> Any:
     fields = dict(zip(_fields(kind), values, strict=True))
     if issubclass(kind, msgspec.Struct):
         return kind(**fields)
-    record = object.__new__(kind)  # `__init__` is skipped: the sending rank has already run its checks
+    record = object.__new__(kind)  # `__init__` is not called, because the sending rank has already run its checks
     for field, value in fields.items():
         object.__setattr__(record, field, value)
     return record

@@ -1,11 +1,11 @@
-"""The world: the ranks that work together, gather values from each other, and all stop when one rank refuses.
+"""The `World`: the ranks that work together, exchange values, and all stop when one rank refuses.
 
-Every phase of a load or a save ends in `agree`: if one rank has failed, no rank continues, and all raise the same
-error. Without an initialised process group the world is this process alone.
+Every phase of a load or a save ends in `agree`: if one rank has failed, no rank continues, and all ranks raise the same
+error. If no process group is initialised, the `World` is this process alone.
 
-A rank's number is its global rank in the job, as in device meshes. A process group may join ranks of several jobs, each
-job with a default group of its own; then a rank's number is its rank in the joint group, and `numbers` maps the job's
-global ranks to numbers.
+A rank's number is its global rank in the job, which device meshes use too. A process group may contain ranks of several
+jobs, each of which has its own default group. Then a rank's number is its rank in the common group, and `numbers` maps
+the job's global ranks to numbers.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ from transaxle.torch_tensors import Ranks, read_group
 
 Item = TypeVar("Item")
 _PAGE, _SIZE = 4096, 8
-"""Bytes that each rank sends in the first gather, and how many bytes at their beginning state the item's length."""
+"""Bytes that each rank sends in the first gather, and number of bytes at their beginning that contain the item's
+length.
+"""
 _LOST = "a rank died or did not answer in time"
-"""Prefix of messages about a lost rank."""
+"""Beginning of messages about a lost rank."""
 _JOB = "transaxle/job"
-"""Key of the job's name in the job's store."""
+"""Key under which the name of the job is stored in the job's store."""
 
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Run a block with one collective operation of torch, and raise a refusal if a rank is lost.
+    """Run a block that contains one collective operation of torch, and raise a refusal if a rank is lost.
 
     Raises:
-        StorageError: IO, if a rank is lost or does not answer within the group's timeout.
+        StorageError: with code IO, if a rank is lost or does not answer within the timeout of the group.
     """
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        # When a rank of a group of several jobs is lost, torch fails to look up its number, and raises a ValueError.
+        # If a rank of a group of several jobs is lost, torch fails to look up its number, and raises a ValueError.
         lost = error.__context__ if isinstance(error, ValueError) else error
         if not isinstance(lost, RuntimeError):
             raise
@@ -55,14 +57,16 @@ class World:
     """The ranks of a process group, or this process alone.
 
     Args:
-        group: the ranks that act together, a process group or a mesh of one dim; None: all ranks.
+        group: the ranks that act together, as a process group or a mesh with one dim; None means all ranks.
 
     Raises:
-        TypeError: `group` is neither a process group nor a mesh of one dim.
+        TypeError: if `group` is neither a process group nor a mesh with one dim.
     """
 
     numbers: Mapping[int, int] | None = None
-    """Global rank in this job -> rank in a group that joins several jobs; None for a group within one job."""
+    """Global rank in this job -> rank in a group that contains ranks of several jobs; None for a group within one
+    job.
+    """
 
     def __init__(self, group: Ranks | None = None) -> None:
         self.group = group = read_group("group", group)
@@ -83,7 +87,9 @@ class World:
             self.ranks = global_ranks
 
     def _learn_numbers(self, group: dist.ProcessGroup) -> None:
-        """Set `numbers` if the group joins several jobs; torch mistakes ranks in such a group for global ranks."""
+        """Set `numbers` if the group contains ranks of several jobs; torch treats ranks in such a group as global
+        ranks.
+        """
         members = self.gather((_own_job(), self.rank))
         job, _ = members[group.rank()]
         if all(each == job for each, _ in members):
@@ -94,32 +100,32 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """Device on which the group's backend (NCCL, gloo) needs the tensors of a collective."""
+        """Device on which the group's backend (NCCL, gloo) needs the tensors of a collective operation."""
         if self.size > 1 and on_accelerator(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def gather(self, item: Item, otherwise: Callable[[object], object] | None = None) -> list[Item]:
-        """Return every rank's item, in the order of `ranks`; a small item needs only one collective.
+        """Return the items of all ranks, in the order of `ranks`; a small item needs only one collective operation.
 
         Args:
             item: a value that `wire` can encode.
-            otherwise: converts objects that `wire` cannot encode to plain data.
+            otherwise: function that converts objects that `wire` cannot encode to plain data.
 
         Raises:
-            TypeError: the item contains an object that cannot be encoded.
-            Refused: CORRUPT, if a rank sends bytes that cannot be decoded.
+            TypeError: if the item contains an object that cannot be encoded.
+            Refused: with code CORRUPT, if a rank sends bytes that cannot be decoded.
         """
         if self.size == 1:
             return [item]
         return [wire.decode(octets) for octets in self._gather(wire.encode(item, otherwise))]
 
     def _gather(self, item: bytes) -> list[memoryview]:
-        """Return the bytes that every rank passed, in the order of `ranks`."""
-        # `frombuffer` needs writable memory, hence the bytearray.
+        """Return the bytes that each rank has passed, in the order of `ranks`."""
+        # `frombuffer` needs writable memory, so the bytes are copied into a bytearray.
         octets = torch.frombuffer(bytearray(item), dtype=torch.uint8).to(self.device)
-        # No rank knows the other ranks' sizes yet, so each first sends a page of fixed size: the item's length and its
-        # beginning.
+        # No rank knows the sizes of the other ranks yet, so each first sends a page of fixed size: the item's length
+        # and its beginning.
         page = torch.zeros(_PAGE, dtype=torch.uint8, device=self.device)
         page[:_SIZE].view(torch.int64)[0] = len(octets)
         page[_SIZE : _SIZE + len(octets)] = octets[: _PAGE - _SIZE]
@@ -132,9 +138,9 @@ class World:
         return [whole.numpy().data for whole in wholes]
 
     def _gather_rests(self, octets: torch.Tensor, wholes: list[torch.Tensor]) -> None:
-        """Gather the bytes beyond the first page in rounds, so that no more memory is needed than for all items."""
+        """Gather the bytes beyond the first page in rounds, so that only the memory for all items is needed."""
         longest = max(map(len, wholes))
-        # All ranks know the same sizes, so all take part in the same number of collectives.
+        # All ranks know the same sizes, so all ranks take part in the same number of collective operations.
         share = max(_PAGE, -(-sum(map(len, wholes)) // self.size))
         for start in range(_PAGE - _SIZE, longest, share):
             part = torch.zeros(min(share, longest - start), dtype=torch.uint8, device=self.device)
@@ -145,9 +151,9 @@ class World:
                 target[:] = gathered_part[: len(target)].cpu()
 
     def gather_once(self, item: bytes) -> list[bytes]:
-        """Return every rank's bytes, in the order of `ranks`; ranks with equal bytes share one object.
+        """Return the bytes of all ranks, in the order of `ranks`; ranks with equal bytes share one object.
 
-        Ranks with equal bytes each send a share of the bytes, so equal bytes are sent and stored only once.
+        Ranks with equal bytes each send only a share of them, so equal bytes are sent and stored only once.
         """
         key = xxhash.xxh3_128_digest(item)
         keys = self.gather(key)
@@ -172,11 +178,11 @@ class World:
                 dist.barrier(self.group)
 
     def pool(self, make: Callable[[], Item]) -> list[Item]:
-        """Call `make` on all ranks, and return every rank's result in the order of `ranks`; if one rank refuses, all
-        do.
+        """Call `make` on all ranks, and return the results of all ranks in the order of `ranks`; if one rank refuses,
+        all ranks do.
 
         Raises:
-            TransaxleError: the call failed on a rank; see `together`.
+            TransaxleError: if the call failed on any rank; see `together`.
         """
         items: list[Item] = []
         refusal: TransaxleError | None = None
@@ -184,7 +190,7 @@ class World:
             items.append(make())
         except TransaxleError as error:
             if is_loss(error):
-                raise  # no agreement is possible with a lost rank
+                raise  # if a rank is lost, the ranks cannot agree on an error
             refusal = error
         except BaseException as error:
             with suppress(Exception):  # this rank raises its own error below
@@ -198,13 +204,13 @@ class World:
         return [item for items, _ in of_all_ranks for item in items]
 
     def require_alike(self, arguments: Mapping[str, object]) -> None:
-        """Prove that all ranks were given the same arguments; collective.
+        """Check that all ranks were given the same arguments; all ranks must call this method.
 
         Args:
-            arguments: this rank's arguments by name.
+            arguments: name -> argument, for this rank's arguments.
 
         Raises:
-            UsageError: AMBIGUOUS, on every rank, if the arguments of two ranks differ.
+            UsageError: raised on every rank with code AMBIGUOUS, if the arguments of two ranks differ.
         """
         first, *other_ranks = self.gather(arguments, repr)
         for rank, other_arguments in zip(self.ranks[1:], other_ranks, strict=True):
@@ -216,10 +222,10 @@ class World:
                 raise refuse("AMBIGUOUS", f"{name}: {difference}", hint="Give the same arguments on all ranks.")
 
     def agree(self, error: TransaxleError | None) -> None:
-        """Raise the refusals of all ranks on every rank.
+        """Raise, on every rank, the refusals of all ranks.
 
         Raises:
-            TransaxleError: some rank passed an error; the error has the refusals of all ranks, each once.
+            TransaxleError: if any rank passed an error; it contains the refusals of all ranks, each refusal once.
         """
         failures = torch.tensor(int(error is not None), dtype=torch.int32, device=self.device)
         if self.size > 1:
@@ -231,18 +237,18 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks; if one rank refuses, all ranks do.
+        """Run a block on all ranks; if one rank refuses, all ranks raise its refusals.
 
         Raises:
-            TransaxleError: the refusals of all ranks, as in `agree`. An error of another type is raised on this rank
-                only; other ranks raise a StorageError that names this rank.
+            TransaxleError: the refusals of all ranks, as raised by `agree`. An error that is not a TransaxleError is
+                raised on this rank only; the other ranks raise a StorageError that names this rank.
         """
         refusal: TransaxleError | None = None
         try:
             yield
         except TransaxleError as error:
             if is_loss(error):
-                raise  # no agreement is possible with a lost rank
+                raise  # if a rank is lost, the ranks cannot agree on an error
             refusal = error
         except BaseException as error:
             with suppress(Exception):  # this rank raises its own error below
@@ -252,7 +258,7 @@ class World:
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """Return the global ranks of a group; None for a group that torch does not know."""
+    """Return the global ranks of a process group; None for a group that torch does not know."""
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
@@ -260,7 +266,7 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
 
 
 def _own_job() -> str:
-    """Return a random name that only the ranks of this job share."""
+    """Return a random name that only the ranks of this job have in common."""
     name = secrets.token_hex(16)
     if not dist.is_initialized():
         return name
@@ -269,31 +275,31 @@ def _own_job() -> str:
 
 
 def on_accelerator(group: dist.ProcessGroup | None) -> bool:
-    """Tell whether a group's backends can only send tensors in accelerator memory, as NCCL does."""
+    """Return whether all backends of a group can only send tensors in accelerator memory, as NCCL does."""
     if group is None or _ranks_of(group) is not None:
         return dist.get_backend(group) == dist.Backend.NCCL
     return all(device.type != "cpu" for device in group._device_types)
 
 
 def is_loss(error: TransaxleError) -> bool:
-    """Tell whether an error reports a lost rank."""
+    """Return whether an error reports a lost rank."""
     return any(refusal.message.startswith(_LOST) for refusal in error.refusals)
 
 
 class Clock:
-    """Wall time of the stages of a load or save, by name."""
+    """Name of a stage -> wall time, for the stages of a load or save."""
 
     def __init__(self) -> None:
         self.stages: dict[str, float] = {}
 
     @property
     def total(self) -> float:
-        """Sum of all stages in seconds."""
+        """Sum of the times of all stages in seconds."""
         return sum(self.stages.values())
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the block's wall time to a stage."""
+        """Add the wall time of the block to a stage."""
         begin = time.monotonic()
         try:
             yield
@@ -302,12 +308,12 @@ class Clock:
 
 
 def comparable(value: object) -> bytes:
-    """Serialise a value to compare or hash it: equal values give equal bytes."""
+    """Serialise a value so that it can be compared or hashed: equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, default=repr).encode()
 
 
 def _raise(errors: Iterable[TransaxleError | None]) -> None:
-    """Raise the refusals of all ranks, each once."""
+    """Raise one error with the refusals of all ranks, each refusal once."""
     refusals: dict[tuple[str, str, Where], Refusal] = {}
     for error in errors:
         for refusal in () if error is None else error.refusals:
