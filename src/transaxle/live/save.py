@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 
 _FOLDED = 16 << 20
-"""A tensor of at most this many bytes may be written by one rank, even if this rank then writes more than the others."""
+"""A tensor of at most this many bytes may be written by one rank, even if the rank then writes more than the others."""
 _Hashes = dict[str, str]
 
 
