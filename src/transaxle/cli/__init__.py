@@ -12,8 +12,8 @@ from transaxle.spans import start_clock
 NAME = "transaxle"
 """Name of the command-line program."""
 _NEW_OBJECTS = 1_000_000
-"""Number of new objects after which Python's garbage collector runs. It is high, because imports and plans create many
-objects but little garbage.
+"""Number of new objects after which Python's garbage collector runs. The number is high, because imports and plans
+create many objects but little garbage.
 """
 
 
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         gc.set_threshold(*thresholds)
         if arguments is None:
-            # The process ends here, without the usual shutdown of the interpreter. That shutdown would run two garbage
-            # collections, which take 0.05 s even after the imports alone.
+            # The process ends here, without the usual shutdown of the interpreter. The usual shutdown would run two
+            # garbage collections, which take 0.05 s even after the imports alone.
             gc.freeze()
 
 

@@ -1,14 +1,14 @@
 """The program `transaxle`: its commands, their common options, and how a failure becomes an exit code and a message.
 
 The help text of each command begins with examples. Each command takes its options from the table in `transaxle.options`
-and prints through a `Screen`. Its option `--profile` writes a trace recorded by `transaxle.spans`.
+and prints through a `Screen`. The option `--profile` of a command writes a trace recorded by `transaxle.spans`.
 
 Exit codes: 0 for success, 1 if compared checkpoints differ, 2 for wrong usage, 3 for a refusal, 4 for an I/O error, 70
 for a bug in Transaxle, 129 after SIGHUP, 130 after Ctrl-C, 141 if the reader of a pipe has closed the pipe, 143 after
 SIGTERM.
 
-By default SIGTERM and SIGHUP end a process at once, leaving a half-written folder and a terminal without a cursor. This
-module raises an exception in the main thread for both signals instead, so that a command cleans up as after Ctrl-C. A
+By default SIGTERM and SIGHUP end a process at once, leaving a half-written folder and a terminal without a cursor. For
+both signals, this module raises an exception in the main thread instead, so that a command cleans up as after Ctrl-C. A
 signal that is already ignored, such as SIGHUP under `nohup`, stays ignored.
 """
 

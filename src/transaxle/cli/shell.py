@@ -104,8 +104,8 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class Bash(BashComplete):
-    """Completion in bash. It reads the whole typed line, and offers only the part of a word after the word's first
-    colon.
+    """Completion in bash. The class reads the whole typed line, and offers only the part of a word after the word's
+    first colon.
     """
 
     source_template = _SOURCE

@@ -3,7 +3,8 @@
 **Conversion**: an adapter's files are rewritten as an adapter of the same base model in a different dialect.
 
 The tensor names are those that peft uses if the model's weights have the names of that dialect. An adapter changes only
-some weights, but the conversion tables describe the whole model. So the base model's config is needed.
+some weights, but the conversion tables describe the whole model. So converting an adapter requires the base model's
+config.
 
 **Factors**: where the elements of the factors A and B are placed if the weight that they change has a different layout.
 

@@ -311,8 +311,8 @@ def seal(
 ) -> tuple[MeasuredTensor, ...]:
     """Turn the written parts of a plan into a checkpoint: the last step of a conversion or save before the commit.
 
-    The function refuses values that became infinite, and checks the source once more. Then it writes the files that
-    depend on all tensors: copied files, the rest of the tensor files, and the manifest of a folder.
+    The function refuses values that became infinite, and checks the source once more. At the end it writes the files
+    that depend on all tensors: copied files, the rest of the tensor files, and the manifest of a folder.
 
     Args:
         prepared: the plan with its open source and the layout of its target files.

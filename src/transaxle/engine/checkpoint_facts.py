@@ -2,8 +2,8 @@
 
 **info**: how a checkpoint is recognised, and what it contains.
 
-**sharding**: which rank of a live model holds which shard of each tensor. This is plain data on which all ranks agree;
-it can be printed, stored as JSON or drawn.
+**sharding**: which rank of a live model holds which shard of each tensor. A sharding is plain data on which all ranks
+agree; it can be printed, stored as JSON or drawn.
 
 **check-rules**: what a rules file (a table of tensor names) declares, and which tensor names of a checkpoint the table
 can read.

@@ -186,8 +186,8 @@ def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint
         return first, second
     has_wrappers = bool(first.bound.own or second.bound.own)
     alike = first.dialect == second.dialect and first.reading.prefix == second.reading.prefix and not has_wrappers
-    # Both differ in tensor names: names that a dialect only reads, and optimizer state under names of a different
-    # dialect.
+    # Two tensors may have different names in both: names that a dialect only reads, and optimizer state under names of
+    # a different dialect.
     alike = alike and _alternative_names(first) == _alternative_names(second)
     first_view = (
         first
@@ -248,7 +248,7 @@ def compare(
         first: the first open checkpoint; `to_common_dialect` decides in which dialect the two are compared.
         second: the second open checkpoint.
         numeric: whether to measure differences of values; encoded tensors are then decoded, and values in different
-            number formats are compared. Otherwise tensors are compared byte by byte up to their first difference, and
+            number formats are compared. If False, tensors are compared byte by byte up to their first difference, and
             their number formats must be equal.
         limit: number of worker threads, and memory of their buffers.
         progress: function called with the number of bytes of each compared block.

@@ -194,7 +194,9 @@ def _wide(block: memoryview, dtype: str) -> np.ndarray:
 
 
 _EXPERTS = "experts"
-"""Description of the expert axis. Its index is not a layer number even if it is the first number in a tensor name."""
+"""Description of the expert axis. The index of this axis is not a layer number even if it is the first number in a
+tensor name.
+"""
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -3,13 +3,13 @@
 **Copies**: tensors that are stored twice, and the proof that both copies are equal.
 
 Ties, replicas along an axis in tensor names, and merged counters are one tensor stored at several places. Only one copy
-is written to the target. So all other copies must prove equal to it, bit by bit, before the target is committed: a
-`Pair` reads or computes two tensors block by block, and compares them.
+is written to the target. So all other copies must prove equal to the written copy, bit by bit, before the target is
+committed: a `Pair` reads or computes two tensors block by block, and compares them.
 
 **Arithmetic between dialects**: a few tensors that one framework stores shifted, scaled or as an exponential.
 
-This arithmetic rounds, so it is done only on request. If source and target use the same arithmetic, nothing is
-computed.
+The arithmetic between dialects rounds, so it is done only on request. If source and target use the same arithmetic,
+nothing is computed.
 
 **Averages**: replicas that differ between ranks can be replaced by their mean on request.
 

@@ -2,7 +2,7 @@
 
 A change of a weight is `scaling * B @ A`. Which weight changes follows from tensor names and from adapter_config.json.
 If several parameters of one module change (`target_parameters`), peft nests them in the module's order, which no file
-records. In this case the shapes must leave only one possible order.
+records. For such parameters, the shapes must leave only one possible order.
 """
 
 from __future__ import annotations

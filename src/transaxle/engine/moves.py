@@ -119,8 +119,8 @@ def divide_bytes(route: Route, nbytes: int, sizes: Mapping[str, int]) -> dict[st
         sizes: axis -> size, for known sizes.
 
     Returns:
-        The source's table line in short form -> bytes; the sum is `nbytes`. There is a single entry for all table lines
-        if an axis size is unknown, or if there is padding.
+        The source's table line in short form -> bytes; the sum is `nbytes`. The mapping has a single entry for all
+        table lines if an axis size is unknown, or if there is padding.
     """
     target, sources = _rule(route.target), [_rule(text) for text in route.source if text]
     together = {" + ".join(rule.short for rule in sources) or "(tied)": nbytes}

@@ -8,8 +8,9 @@ the transfers of all other targets follow from the offsets of their chunks (`Sta
 
 The same bytes may also be described with a different dtype and shape, as `view` does for arrays. A file stores 4-bit
 codes as bytes, with the dims that its convention prescribes (`U8 [E, 2F, D/32, 16]`), and the scale of a whole tensor
-as `[1]` or `[]`. Tables and tiles count elements instead: `F4 [E, 2F, D]`, with one scale per tile. Both descriptions
-refer to the same row-major bytes, so no bytes are moved; only positions are translated (`redescribe`).
+as `[1]` or `[]`. Tables and tiles count elements instead: `F4 [E, 2F, D]`, with one scale per tile. The description as
+bytes and the description as elements refer to the same row-major bytes, so no bytes are moved; only positions are
+translated (`redescribe`).
 """
 
 from __future__ import annotations

@@ -495,8 +495,8 @@ class _Side:
     def stages(self, component: str, index: Index) -> tuple[int, ...]:
         """Return the pipeline stages that hold a logical tensor of a layer; empty without pipeline parallelism.
 
-        The first stage holds the embedding, and the last stage norm and head. Both stages hold an embedding that is
-        tied to the head.
+        The first stage holds the embedding, and the last stage norm and head. If the embedding is tied to the head, the
+        first and the last stage hold it.
 
         Raises:
             Refused: with code UNSUPPORTED, if the stage of the logical tensor is unknown.
@@ -535,8 +535,8 @@ class _LayerGroup:
     def add(self, matrix: Matrix, item: int, *, together: bool) -> int:
         """Add the bytes between each pair of ranks to a matrix; return the number of sent elements, each counted once.
 
-        If several ranks have the same boxes, each sends an equal share. But a rank that needs its own boxes takes them
-        from its own memory.
+        If several ranks have the same boxes, each sends an equal share. A rank that needs its own boxes takes them from
+        its own memory instead.
 
         Args:
             matrix: the matrix to which bytes are added.

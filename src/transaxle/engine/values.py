@@ -545,7 +545,7 @@ def _outlier_channels(largest: Doubles) -> tuple[tuple[int, ...], float]:
         return (), math.nan
     order = np.argsort(-largest, kind="stable")
     ranked = largest[order]
-    # This computes the same as `np.median`, but without its import of masked arrays.
+    # The median is computed as `np.median` does it, but without the import of masked arrays in that function.
     median = float(ranked[(len(ranked) - 1) // 2] + ranked[len(ranked) // 2]) / 2
     outliers = order[ranked > _OUTSTANDING * median] if median else order[:0]
     return tuple(outliers.tolist()), float(largest.max()) / median if median else math.nan

@@ -322,8 +322,8 @@ class SaveJob:
             self.result()
 
     def end(self) -> None:
-        """Wait for the save at the end of the program. If it failed and `result` was not called, print the error and
-        make the program exit with an error code.
+        """Wait for the save at the end of the program. If the save failed and `result` was not called, print the error
+        and make the program exit with an error code.
         """
         try:
             if not self.done() and self._first:
@@ -423,7 +423,8 @@ def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group:
 
     The function starts the background process and allocates memory for the snapshot. The memory has the size of this
     rank's shards of the model and of the optimizer's state, including state that the optimizer will create in its first
-    step. Without this call, the first `async_save` does both. It is best to call this function before training begins.
+    step. Without this call, the first `async_save` does both. The best time to call this function is before training
+    begins.
 
     Args:
         state: the model or state dict that will be saved.

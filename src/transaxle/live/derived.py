@@ -23,8 +23,8 @@ module's state dict must contain the loaded values.
 
 **Keepers** are libraries that store the values of a model's parameters in a second place, apart from the parameters.
 
-Such a library silently overwrites a loaded parameter at the next forward pass or optimizer step. Keepers are recognised
-by attributes that they set on parameters and modules; none of the libraries is imported.
+A library of this kind silently overwrites a loaded parameter at the next forward pass or optimizer step. Keepers are
+recognised by attributes that they set on parameters and modules; none of the libraries is imported.
 
 DeepSpeed ZeRO-3 empties the module's parameters. Each rank then stores a range of the parameters' elements, in the
 dtype of the model's computations. A save of a ZeRO-3 model reads these ranges from the ranks.
@@ -180,8 +180,8 @@ class CustomModule:
 
     @property
     def is_flat(self) -> bool:
-        """Whether FSDP1 wraps the module. If so, its state dict entries are gathered copies, for which no trial load is
-        needed.
+        """Whether FSDP1 wraps the module. If FSDP1 does, the module's state dict entries are gathered copies, for which
+        no trial load is needed.
         """
         return is_fsdp1(self.module)
 

@@ -1,10 +1,10 @@
 """State of a training run that is not tensors: random states, the position in the data, schedulers, and extra state of
 modules.
 
-Extra state is plain data (numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors and arrays). It is stored
-as JSON in one file of the checkpoint. The file is no pickle, so reading it runs no code. A state that is equal on all
-ranks is stored once, and any number of ranks can load it. A state that differs between ranks is stored per rank, and
-only the same number of ranks can load it.
+Extra state is plain data (numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors and arrays). Extra state
+is stored as JSON in one file of the checkpoint. The file is no pickle, so reading it runs no code. A state that is
+equal on all ranks is stored once, and any number of ranks can load it. A state that differs between ranks is stored per
+rank, and only the same number of ranks can load it.
 """
 
 from __future__ import annotations

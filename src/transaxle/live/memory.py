@@ -149,7 +149,7 @@ class Memory(Storage):
         rank, _, tensor = name.partition(_SEPARATOR)
         own_tensor = self._tensors.get(tensor)
         # 0-d tensors (such as a step) are read by every rank for planning, although the catalog names one rank as their
-        # owner. They are equal on all ranks, so each rank reads its own copy.
+        # owner. 0-d tensors are equal on all ranks, so each rank reads its own copy.
         if int(rank) != self._rank and (own_tensor is None or own_tensor.dim()):
             raise refuse("IO", f"rank {self._rank} cannot read it: it is in the memory of rank {rank}", tensor=tensor)
         return with_own_bytes(local_of(self._tensors[tensor]))

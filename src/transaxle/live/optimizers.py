@@ -30,8 +30,8 @@ CARRY = 'Use extra={"optimizer": optimizer} to keep its state_dict() as it is, f
 _DEEPEST = 4
 """Largest depth to which nested lists and dicts in an optimizer's attributes are searched for tensors."""
 _TITAN = ("torchtitan.components.optimizer.optimizer", "OptimizersContainer")
-"""Name of torchtitan's container of optimizers. Its method `state_dict` is never called, because it takes an optimizer
-step to create missing state. The container has no state besides the state of its optimizers.
+"""Name of torchtitan's container of optimizers. The `state_dict` method of the container is never called, because it
+takes an optimizer step to create missing state. The container has no state besides the state of its optimizers.
 """
 _ZERO = ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
 _SCRATCH = frozenset({"_dummy_overflow_buf", "name2qmap", "grad_scale", "found_inf"})

@@ -455,8 +455,8 @@ def save(
 
     Args:
         state: a model under any parallelism, or a state dict whose values are tensors, DTensors or numpy arrays.
-        dst: target folder or URL. It must not exist, unless `overwrite` is given; then the old checkpoint remains
-            readable until the new one is complete. If it is on a storage service, each file is sent by one rank, which
+        dst: target folder or URL. The target must not exist, unless `overwrite` is given; then the old checkpoint
+            remains readable until the new one is complete. On a storage service, each file is sent by one rank, which
             receives the shards of other ranks.
         to: file format and dialect, `FORMAT[:DIALECT]`; `hf` means `safetensors:hf`.
         optimizer: the model's optimizer, whose state and parameter groups are saved too. A list or dict of optimizers,
@@ -749,7 +749,7 @@ def _read_back(target: str, world: World) -> Verification:
 def add_unfinished(target: str, wait: Callable[[], object]) -> None:
     """Make later saves to a target wait for a background save that has begun.
 
-    Otherwise the background save might be committed last, and its older values would replace newer values.
+    Without this, the background save might be committed last, and its older values would replace newer values.
 
     Args:
         target: folder or URL, as the user typed it.

@@ -153,8 +153,8 @@ Layout = Mapping[str, TensorSlot]
 
 @dataclass(frozen=True, slots=True)
 class SnapshotForm:
-    """Description of the tensors in a snapshot. It is often equal for two successive saves, and then it is sent only
-    once.
+    """Description of the tensors in a snapshot. The description is often equal for two successive saves, and then it is
+    sent only once.
     """
 
     global_tensors: Census

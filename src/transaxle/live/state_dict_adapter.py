@@ -193,9 +193,9 @@ def state_dict_as(
         config: the model's config, as a path, a mapping or an object with `to_dict()`; None means the config of the
             model, if it has one.
 
-    This function sends no messages. So it cannot detect that another rank of a tensor's mesh omits the tensor, or
-    refuses its values (such as a nonzero bias for which the dialect has no name). `save`, `load` and `reshard` check
-    this, and refuse such a tensor.
+    This function sends no messages. So the function cannot detect that another rank of a tensor's mesh omits the
+    tensor, or refuses its values (such as a nonzero bias for which the dialect has no name). `save`, `load` and
+    `reshard` check this, and refuse such a tensor.
 
     Ranks may get different names. If a fused tensor of gate and up is sharded between the two, half of the ranks get
     `gate` and the other half `up`, and no rank knows both names. To copy values back into the state, use `loadable_as`,

@@ -125,8 +125,8 @@ class _Names:
 def _merge_adapters(model: nn.Module, names: _Names, *, values: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for each base weight, with the active adapter merged in.
 
-    A tied weight may have adapters under several of its names. In this case each name gets its own merged values, and
-    the tie is kept if the values of all names are equal.
+    A tied weight may have adapters under several of its names. If a tied weight has several adapters, each name gets
+    its own merged values, and the tie is kept if the values of all names are equal.
 
     Args:
         model: the peft model.

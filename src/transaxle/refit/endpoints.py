@@ -216,8 +216,8 @@ class TargetMemory:
         copy_box(as_box_copy(transfer, memory.dtype.itemsize), parcel.view(memory.dtype), memory)
 
     def hand_over(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy received values into `tensors` before the push ends. This is safe, because users never read these
-        internal tensors.
+        """Copy received values into `tensors` before the push ends. Copying before the end is safe, because users never
+        read these internal tensors.
         """
         for name, tensor in tensors.items():
             memory = self._staged.pop(name, None)

@@ -1,4 +1,4 @@
-"""Hops: which rank sends which bytes to which ranks in a refit. They are computed once, bucket by bucket, and every
+"""Hops: which rank sends which bytes to which ranks in a refit. The hops are computed once, bucket by bucket, and every
 push (transfer of weights) uses them.
 
 A parcel contains the bytes that one rank holds of a range of a tensor, packed without gaps, so receivers get only bytes
@@ -308,8 +308,8 @@ def _create_group(
 
 
 def _create_gloo(store: SharedStore, place: tuple[int, int], patience: timedelta, host: str) -> Any:
-    """Create the gloo backend of a group. It listens at `host`, unless the environment variable GLOO_SOCKET_IFNAME
-    names networks.
+    """Create the gloo backend of a group. The backend listens at `host`, unless the environment variable
+    GLOO_SOCKET_IFNAME names networks.
     """
     if not host or os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, *place, patience)

@@ -90,9 +90,9 @@ class Refit:
         dst_state: the model or state dict to write; `{}` on a rank that holds no shard of the target.
         group: the ranks of source and target, as a process group (`tx.refit.meet` makes one for two jobs) or a mesh
             with one dim; None means all ranks.
-        in_place: whether to receive values directly in the target tensors. This saves the memory for a second copy of
-            this rank's shards. But readers can see a mixture of old and new weights, and a failed push leaves such a
-            mixture.
+        in_place: whether to receive values directly in the target tensors. Receiving in place saves the memory for a
+            second copy of this rank's shards. But readers can see a mixture of old and new weights, and a failed push
+            leaves such a mixture.
         family: model family; None means that it is recognised from config and names.
         dialect: dialect of the target's tensor names; None means that it is recognised from the names.
         config: the model's config; None means the attribute `config` of the model, if it has one.
@@ -105,8 +105,8 @@ class Refit:
         adapter: how a peft model is sent. `merged` sends the base weights with the active adapter merged in, under the
             names of a model without peft; `alone` sends only the adapter, under the names in its files. None means all
             tensors of the model, under its own names.
-        pause: function that is called on ranks with a target, and returns a context manager. This is active while the
-            target is written, and may for example stop inference requests.
+        pause: function that is called on ranks with a target, and returns a context manager. The context manager is
+            active while the target is written, and may for example stop inference requests.
 
     Raises:
         TypeError: if an argument has the wrong type.

@@ -1,8 +1,8 @@
 """The weight transfer engine that vLLM's workers use if `weight_transfer_config` names the backend `transaxle`.
 
-The engine has the methods of vLLM's `WeightTransferEngine` (0.32), but does not inherit from this class. Its method
-`update_weights` receives values in staging memory, beside the running model. When all ranks of trainer and engines have
-received their values, the trainer calls `finish_weight_update`, which copies the values into the model.
+The engine has the methods of vLLM's `WeightTransferEngine` (0.32), but does not inherit from this class. The engine's
+method `update_weights` receives values in staging memory, beside the running model. When all ranks of trainer and
+engines have received their values, the trainer calls `finish_weight_update`, which copies the values into the model.
 
 If one worker fails, all workers fail, but only the last worker raises the error. The reason is that vLLM reads the
 workers' answers in order, stops at the first error, and would take the unread answers for answers to the next call.

@@ -1,8 +1,8 @@
 """Report pages: sections with tables and figures, rendered into one HTML file that loads no other files.
 
-Tensor names and metadata may come from hostile files. So they are embedded as JSON without characters that are special
-in HTML, and the script of the page shows them as literal text. A content security policy allows only the scripts that
-are embedded in the page to run.
+Tensor names and metadata may come from hostile files. So names and metadata are embedded as JSON without characters
+that are special in HTML, and the script of the page shows them as literal text. A content security policy allows only
+the scripts that are embedded in the page to run.
 """
 
 from __future__ import annotations

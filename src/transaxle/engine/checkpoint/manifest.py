@@ -1,4 +1,4 @@
-"""The manifest is the file `transaxle.json`. It describes a checkpoint that Transaxle wrote, with a hash of every
+"""The manifest is the file `transaxle.json`. The file describes a checkpoint that Transaxle wrote, with a hash of every
 tensor and file header.
 
 The manifest is written last. As long as file sizes and header hashes match the manifest, it states family and dialect
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the text of a manifest, with its checksum. Its inverse is `decode`."""
+    """Return the text of a manifest, with its checksum. The function `decode` is the inverse."""
     bare = msgspec.structs.replace(manifest, checksum="")
     # imported inside the function, so that opening a folder without a manifest does not load the module
     from transaxle.move.journal import digest
@@ -312,7 +312,7 @@ class _SpanProgress(msgspec.Struct):
 class HashWitness(Overlay):
     """A storage that, once `watch` was called, checks the bytes of tensors against recorded hashes while they are read.
 
-    It can be shared between threads.
+    A `HashWitness` can be shared between threads.
 
     Args:
         below: the storage that contains the files.

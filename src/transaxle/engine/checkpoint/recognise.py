@@ -74,8 +74,8 @@ _TORCHTUNE = re.compile(
 )
 """Patterns of tensor names that only torchtune's models have."""
 ENGINES = frozenset({"vllm"})
-"""Dialects of inference engines, such as vLLM. Such a dialect is chosen only by distinctive tensor names, a manifest or
-the user, because some engines store different contents under the hub's names.
+"""Dialects of inference engines, such as vLLM. The dialect of an engine is chosen only by distinctive tensor names, a
+manifest or the user, because some engines store different contents under the hub's names.
 """
 
 
@@ -584,8 +584,8 @@ def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
 
 
 class StoredNames:
-    """How the family's table reads a checkpoint's stored names. It is computed once, and shared by all views of the
-    files.
+    """How the family's table reads a checkpoint's stored names. This object is computed once, and shared by all views
+    of the files.
 
     Args:
         container: the files of the checkpoint.

@@ -63,7 +63,7 @@ SliceBox = tuple[slice, ...]
 
 
 class StoredTensor(msgspec.Struct, frozen=True, eq=False):
-    """One tensor of an open checkpoint. Its name, dtype and shape are known; its values are read on demand."""
+    """One tensor of an open checkpoint. The tensor's name, dtype and shape are known; its values are read on demand."""
 
     name: str
     """Name of the tensor in the checkpoint."""

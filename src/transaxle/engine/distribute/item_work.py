@@ -113,8 +113,8 @@ class OpenPlan:
 
     @property
     def place(self) -> WorkPlace:
-        """The place where workers write the target. If it is on a cloud storage service, the errors are those of
-        `prepared`.
+        """The place where workers write the target. If that place is a cloud storage service, the errors are those of
+        the property `prepared`.
         """
         with self._lock:
             if self._place is None:

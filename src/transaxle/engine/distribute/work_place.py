@@ -276,7 +276,7 @@ def task_text(task: Task) -> str:
 
 
 def task_from(text: str) -> Task:
-    """Parse the text of a task. Its inverse is `task_text`."""
+    """Parse the text of a task. The function `task_text` is the inverse."""
     return msgspec.json.decode(text, type=Task)
 
 

@@ -5,9 +5,9 @@ divided only into the spans in which it is hashed, and only if it is copied unch
 stay in one work item. Checks that may refuse a conversion are done first: comparing copies that must be equal, and
 measuring values that may become infinite.
 
-On a cloud storage service, each file has a single writer. So there a work item consists of whole files: one large file,
-several small files, or files that contain parts of the same tensors. A tensor that several work items need for their
-files (a replica for each rank) is produced by each of these work items.
+On a cloud storage service, each file has a single writer. So on a service a work item consists of whole files: one
+large file, several small files, or files that contain parts of the same tensors. A tensor that several work items need
+for their files (a replica for each rank) is produced by each of these work items.
 
 A plan file contains what to convert, and which tensors and checks of the plan each work item covers. The driver, which
 begins and commits the work, opens the source and makes the plan again. The plan and the files of the source must be the
@@ -378,7 +378,9 @@ def numbers(ranges: Ranges) -> Iterator[int]:
 
 
 def ranges_of(numbers: Iterable[int]) -> Ranges:
-    """Return the given numbers, in any order and with or without repetition, as ranges. Its inverse is `numbers`."""
+    """Return the given numbers, in any order and with or without repetition, as ranges. The function `numbers` is the
+    inverse.
+    """
     ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
         if ranges and ranges[-1][1] == number:

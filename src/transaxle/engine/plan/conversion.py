@@ -70,8 +70,9 @@ _LARGEST = 1 << 44
 """Largest number of elements that a tensor may plausibly have."""
 _MISSHAPEN = "SHAPE_MISMATCH"
 _READ_NO_CODES = frozenset({"automodel", "megatron", "megatron_dist", "megatron_layers", "torchtitan"})
-"""Dialects of trainers that load their own checkpoints with DCP, or by name into parameters. Both ways cast quantized
-codes without looking for scales. torchtitan and Automodel can read codes only from safetensors files of the hub.
+"""Dialects of trainers that load their own checkpoints with DCP, or by name into parameters. DCP and these trainers
+cast quantized codes without looking for scales. torchtitan and Automodel can read codes only from safetensors files of
+the hub.
 """
 _FOR_ANY = frozenset({SAFETENSORS.name, "torch"})
 """File formats, other than the hub's safetensors files, that no trainer of these dialects loads."""
@@ -91,8 +92,9 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 HUB = (SAFETENSORS.name, "hf")
-"""File format and dialect of a model on a hub. Such a target has optimizer state only on request, because programs that
-download a model expect none."""
+"""File format and dialect of a model on a hub. A target for a hub has optimizer state only on request, because programs
+that download a model expect none.
+"""
 
 
 def for_hub(to: str) -> bool:
@@ -349,8 +351,8 @@ def _prepare_for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]
 def _prepare_for_format(checkpoint: Checkpoint, kind: Format) -> Checkpoint:
     """Return a checkpoint with full-precision weights, if the format cannot store weights twice.
 
-    These replace low-precision weights of the checkpoint, so the user may forbid it with `--weights lp`. Then the
-    target has no place for the optimizer's copies, which is an error.
+    The full-precision weights replace low-precision ones, so the user may forbid it with `--weights lp`. With that
+    option the target has no place for the optimizer's copies, which is an error.
     """
     if not kind.full_precision or checkpoint.settings.weights is not None:
         return checkpoint
@@ -617,7 +619,8 @@ def _padding(dialect: Dialect) -> set[str]:
 def axes_without_size(bound: BoundNames, given_sizes: Sizes, all_sizes: Mapping[str, int]) -> dict[str, int]:
     """Return axis -> size counted in tensor names, for axes in names (layers, experts) whose size nothing else states.
 
-    A gap in the numbers is detected, but a missing last layer cannot be detected. So a plan shows these sizes.
+    A gap in the numbers is detected, but a missing last layer cannot be detected. So a plan shows the sizes that were
+    counted in names.
 
     Args:
         bound: the stored tensor names, matched with their dialect.

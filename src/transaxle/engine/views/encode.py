@@ -80,8 +80,8 @@ _NO_LINEAR = re.compile(
 """Pattern of names of routers, embeddings, heads and convolutions, which derived tables do not distinguish from linear
 layers.
 
-The pattern also matches linear layers that transformers never treats as encoded. It keeps some of these layers in
-float32, and mistakes a layer whose name ends in `_weight` for a weight.
+The pattern also matches linear layers that transformers never treats as encoded. Transformers keeps some of these
+layers in float32, and mistakes a layer whose name ends in `_weight` for a weight.
 """
 _LEFT_PLAIN_NOTE = "left plain"
 _ENCODED_NOTE = "encoded, as --only says"
@@ -249,8 +249,8 @@ def choose(
             encoded tensors.
         components: target tensor name -> names of its logical tensors, for targets that the family's table describes.
         across: names of target tensors whose rows are not aligned with the input dim of their layers.
-        unread: name of a target tensor whose codes transformers would read wrongly -> the reason. Such a tensor is
-            encoded only if a pattern of the user matches its name.
+        unread: name of a target tensor whose codes transformers would read wrongly -> the reason. A tensor in `unread`
+            is encoded only if a pattern of the user matches its name.
 
     Returns:
         Names of the tensors to encode; refusals of requested tensors that cannot be encoded; and notes about codes that

@@ -3,8 +3,9 @@ on disk.
 
 The table of a model family describes the model's weights. If a weight is stored as codes and scales, only the codes are
 translated with the table, under the weight's name and in its shape. The translation moves the codes to their places in
-the target. Then a target tensor is added for every other buffer: scales move with the tiles (blocks with one scale)
-that they belong to, and all buffers get the names and shapes of the convention. No value is decoded for this.
+the target. After the translation a target tensor is added for every other buffer: scales move with the tiles (blocks
+with one scale) that they belong to, and all buffers get the names and shapes of the convention. No value is decoded for
+this.
 
 **Compact scales**: scales that torchao stores in the order of a matrix-multiplication kernel, but that are read in
 row-major order.

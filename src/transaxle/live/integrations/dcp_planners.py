@@ -10,8 +10,8 @@ copies fp8 codes into bf16 as if they were values), and with pickles in the chec
 
 **Experts** may be separate tensors or one stacked tensor, both in the checkpoint and in the model. If a checkpoint
 stores experts in both forms, the two copies are compared before anything is loaded (`DualFormCheck`). But torch calls a
-planner only after a tensor was read. So all tensors of such a checkpoint are read into separate memory, and are copied
-into the caller's tensors after all copies have proved equal. The separate memory has the size of the model. With
+planner only after it has read a tensor. So all tensors of such a checkpoint are read into separate memory, and are
+copied into the caller's tensors after all copies have proved equal. The separate memory has the size of the model. With
 `trust_copies`, only one form is read, directly into the caller's tensors.
 
 If the experts are distributed among ranks, each rank loads its own experts as a slice of the stack (`ExpertSlices`).
@@ -127,8 +127,8 @@ def without_other_forms(
 ) -> dict[str, TensorStorageMetadata]:
     """Return a checkpoint's tensors with only one form of each set of experts that is stored in both forms.
 
-    The requested form is kept. If it lacks a state or an expert, the second form is kept instead, provided that the
-    second form is complete.
+    The requested form is kept. If the requested form lacks a state or an expert, the second form is kept instead,
+    provided that the second form is complete.
 
     Args:
         stored: Transaxle's tensor name -> tensor of the checkpoint.
@@ -393,8 +393,8 @@ class _Translating:
 class SavePlanner(_Translating, DefaultSavePlanner):
     """A planner for `dcp.save` that writes a state dict with the tensor names and shapes of a dialect.
 
-    Its arguments are the `dialect` of the checkpoint (None means the dialect of the state dict), `family`, `source` and
-    `config` as for `state_dict_as`, and the arguments of torch's `DefaultSavePlanner`.
+    The arguments of the planner are the `dialect` of the checkpoint (None means the dialect of the state dict),
+    `family`, `source` and `config` as for `state_dict_as`, and the arguments of torch's `DefaultSavePlanner`.
     """
 
     @suggests
@@ -441,18 +441,18 @@ class SavePlanner(_Translating, DefaultSavePlanner):
 
 
 class LoadPlanner(_Translating, DefaultLoadPlanner):
-    """A planner for `dcp.load` that reads a checkpoint in any dialect. Its first arguments are the same as for
-    `SavePlanner`.
+    """A planner for `dcp.load` that reads a checkpoint in any dialect. The first arguments of the planner are the same
+    as for `SavePlanner`.
 
     If a tensor of the checkpoint corresponds to several tensors of the model or to a region of one, the planner reads
-    it into separate memory. It fills the model's tensors when all tensors have been read. Without a dialect, the
-    experts of grouped layers may still be separate tensors in the checkpoint and a stack in the model, or the reverse.
-    The planner refuses a checkpoint with a different number of experts (counted on all ranks), with only some of them,
-    or with experts in two forms whose values differ.
+    it into separate memory. The planner fills the model's tensors when all tensors have been read. Without a dialect,
+    the experts of grouped layers may still be separate tensors in the checkpoint and a stack in the model, or the
+    reverse. The planner refuses a checkpoint with a different number of experts (counted on all ranks), with only some
+    of them, or with experts in two forms whose values differ.
 
     To find copies that differ, every rank reads all experts that are stored in both forms completely, into separate
-    memory. With `trust_copies` the planner assumes that the copies are equal. Then each rank reads only its own shard
-    of one form: the requested form, if that is complete.
+    memory. With `trust_copies` the planner assumes that the copies are equal. With `trust_copies`, each rank reads only
+    its own shard of one form of the experts: the requested form, if that is complete.
     """
 
     _state_dict: dict[str, Any]

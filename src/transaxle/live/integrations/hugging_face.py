@@ -125,7 +125,7 @@ class TrainerCheckpoints:
         self._steps = None if place is None else StepCheckpoints(place, count, self._group, background=background)
         self._job: SaveJob | None = None
         self._random: Any = None
-        """This rank's loaded random state, until it is applied to the random generators."""
+        """The random state of this rank that was loaded, until it is applied to the random generators."""
         self._is_between = False
         """Whether the checkpoint from which the run resumes was saved between two epochs."""
 

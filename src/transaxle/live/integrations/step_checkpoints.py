@@ -1,8 +1,8 @@
 """The checkpoints of a run's steps under one folder or URL; old checkpoints are deleted after newer ones are complete.
 
 Training frameworks delete old checkpoints in their own folders; this module deletes old checkpoints in places that
-these frameworks do not manage. It deletes a checkpoint only after a newer one is complete, and only if Transaxle wrote
-every file in it.
+these frameworks do not manage. The module deletes a checkpoint only after a newer one is complete, and only if
+Transaxle wrote every file in it.
 """
 
 from __future__ import annotations

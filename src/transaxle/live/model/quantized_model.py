@@ -9,10 +9,10 @@ of a weight is then reduced over the ranks that share the weight. Codes of a dif
 only if the argument `decode` is given.
 
 **Saving for a hub**: in training, a weight consists of codes, scales and state for the next training step. Programs
-that load from a hub need codes and scales in a convention that they know and that the config declares. They accept no
-additional tensors, because inference engines refuse unknown names. So before it plans, a save renames the entries,
-converts the scales of whole matrices (`transaxle.encodings.conventions.convention`), and omits the training state.
-Codes and block scales are never changed; if a value would change, the save is refused.
+that load from a hub need codes and scales in a convention that they know and that the config declares. These programs
+accept no additional tensors, because inference engines refuse unknown names. So before it plans, a save renames the
+entries, converts the scales of whole matrices (`transaxle.encodings.conventions.convention`), and omits the training
+state. Codes and block scales are never changed; if a value would change, the save is refused.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def to_hub_convention(
 def as_trained(checkpoint: Checkpoint) -> Checkpoint:
     """Rename the entries of a checkpoint from a hub to the names used in training, if only the names differ.
 
-    This is the case for float8. It is not the case for nvfp4, whose amax cannot be computed from the global scale in
-    hub files.
+    For float8, only the names differ. For nvfp4, also the amax differs, and it cannot be computed from the global scale
+    in hub files.
 
     Args:
         checkpoint: the checkpoint under its stored names.
@@ -247,8 +247,8 @@ wire.tellable(_TypedWeight, Encoding)
 
 @dataclass(frozen=True, slots=True)
 class FillModes:
-    """How a source fills each quantized parameter: with copied codes, or with values to quantize. It is equal on all
-    ranks.
+    """How a source fills each quantized parameter: with copied codes, or with values to quantize. The object is equal
+    on all ranks.
     """
 
     anew: Mapping[str, str]

@@ -1,11 +1,11 @@
 """Translates a source checkpoint into the dialect of a live model; the dialect is recognised by the model's tensor
-names, never by shapes. Then the tensors of source and model are matched by name, and every difference is reported
-before any byte is moved.
+names, never by shapes. After the translation, the tensors of source and model are matched by name, and every difference
+is reported before any byte is moved.
 
-**Grouped parameters**: the source may have N separate tensors that are one stack in the model, or the reverse. This
-also works for models of unknown families. Such parameters are found by their names in source and model, and a
-conversion table is built for them. Codes and scales of quantized parameters are moved without change, like the tensors
-of plain parameters.
+**Grouped parameters**: the source may have N separate tensors that are one stack in the model, or the reverse. Changing
+the form of grouped parameters also works for models of unknown families. Grouped parameters are found by their names in
+source and model, and a conversion table is built for them. Codes and scales of quantized parameters are moved without
+change, like the tensors of plain parameters.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Shared memory that several processes of one machine map. It has no file name, so nothing remains when the processes
-have ended.
+"""Shared memory that several processes of one machine map. The shared memory has no file name, so nothing remains when
+the processes have ended.
 
 Ranks on one machine exchange bytes through shared memory; over the network, the bytes would be copied four more times.
 Each rank has a region of memory with two halves. While other ranks read one half, the rank writes the bytes of the next

@@ -172,7 +172,7 @@ class RankExchange:
 
 Work = Callable[[int, int, torch.Tensor], None]
 """A function called as `work(round, parcel, buffer)`, which packs a parcel's bytes into the buffer, or reads them from
-it. It must not raise an error.
+it. The function must not raise an error.
 """
 SHARES = 3
 """Number of equal parts into which a bucket is divided. In one round, a rank may send, and may receive, at most the
