@@ -244,7 +244,7 @@ def test_hints_mention_axis_and_config_first(ck: Path, transaxle: Transaxle) -> 
 
 @pytest.mark.parametrize(
     ("target", "way"),
-    [("ck", "you can remove the old one"), ("ck/out", "a folder beside it"), (".", "does not contain it")],
+    [("ck", "you can remove the old one"), ("ck/out", "a folder beside it"), (".", "does not contain the source")],
 )
 def test_a_target_in_or_around_the_source(target: str, way: str, ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("convert", ck, target, "--to", "hf", "--overwrite")

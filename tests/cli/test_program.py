@@ -475,7 +475,7 @@ def test_a_misspelt_name_gets_the_nearest(typed: tuple[str, ...], nearest: str, 
         (("out", "--to", "sglang"), "Did you mean hf?"),
         (
             ("out", "--to", "fp8"),
-            'That is a format of numbers: --to hf (to="hf") --encode float8_block (encode="float8_block").',
+            'This is a number format: --to hf (to="hf") --encode float8_block (encode="float8_block").',
         ),
         (
             ("out", "--to", "safetensors:BF16"),
@@ -529,7 +529,7 @@ def test_formats_that_are_not_supported_get_a_hint(typed: str, known: bool, ck: 
         (ck / "config.json").unlink()
         _renamed(ck)
     outcome = transaxle("plan", ck, "out", "--to", typed)
-    assert (outcome.code, "Write the form of a hub, --to hf" in outcome.err) == (USAGE, True)
+    assert (outcome.code, "Write a folder in the layout of a hub, --to hf" in outcome.err) == (USAGE, True)
     program = {"onnx": "Optimum", "mlx": "mlx_lm.convert"}.get(typed, "llama.cpp's convert_hf_to_gguf.py")
     assert program in outcome.err
 

@@ -75,8 +75,11 @@ def test_received_tensors_are_what_deepspeed_gathers(
 @pytest.mark.parametrize(
     ("marks", "said"),
     [
-        ({"status": SimpleNamespace(name="NOT_AVAILABLE")}, "has it on a disk"),
-        ({"status": SimpleNamespace(name="AVAILABLE"), "ds_quant_scale": torch.ones(1)}, "keeps it quantized"),
+        ({"status": SimpleNamespace(name="NOT_AVAILABLE")}, "has moved the parameter to a disk"),
+        (
+            {"status": SimpleNamespace(name="AVAILABLE"), "ds_quant_scale": torch.ones(1)},
+            "stores the parameter quantized",
+        ),
     ],
 )
 def test_ranges_that_cannot_be_read_are_refused(marks: dict[str, Any], said: str) -> None:
@@ -88,5 +91,5 @@ def test_ranges_that_cannot_be_read_are_refused(marks: dict[str, Any], said: str
     parameter.ds_id, parameter.ds_tensor = 0, own  # as DeepSpeed does
     with pytest.raises(tx.TransaxleError, match=said):
         list(tx.refit.named_tensors(model, to="identity"))
-    with pytest.raises(tx.TransaxleError, match="taken its values out of the module"):
+    with pytest.raises(tx.TransaxleError, match="moved the parameter's values out of the module"):
         tx.save(model, "nowhere", to="hf:identity")

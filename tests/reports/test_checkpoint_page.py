@@ -459,9 +459,9 @@ def test_special_values_are_listed_as_unusual(kind: str, tmp_path: Path) -> None
     assert first.startswith("NaN values.</strong> <bdi>2 elements of 2 tensors, the most in w1: 1 of 20.")
     assert second.startswith("Infinite values.</strong> <bdi>5 elements of 2 tensors, the most in w3: 3 of 20.")
     assert third.startswith("No table")
-    assert "Values were not read" not in page
+    assert "The values were not read" not in page
     unread = tx.report(tmp_path / "ck", tmp_path / "unread.html").read_text("utf-8")
-    assert "Values were not read; --values" in unread
+    assert "The values were not read; with --values" in unread
     assert "NaN values" not in unread
 
 

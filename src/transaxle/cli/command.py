@@ -420,11 +420,11 @@ _PROFILE = click.option(
     help="Write a trace of all threads into FILE, for https://ui.perfetto.dev.",
 )  # fmt: skip
 _DERIVE = click.option("--derive", cls=Seldom, is_flag=True,
-                       help="If no table knows the model, derive one from the installed transformers.")  # fmt: skip
+                       help="If no table supports the model, derive one with the installed transformers.")  # fmt: skip
 _PRINT_OPTIONS = (
     click.option("--all", "everything", is_flag=True, help="Print all rows of lists and all refusals."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
-    click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors, and JSON where --json asks for it."),
+    click.option("-q", "--quiet", is_flag=True, help="Print only errors, and JSON if --json is given."),
     click.option("-v", "--verbose", is_flag=True, help="Also print the steps and their times."),
 )  # fmt: skip
 

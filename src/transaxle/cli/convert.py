@@ -334,7 +334,7 @@ _OF_REFIT = frozenset({
     "meshes",
     metavar="DIM=SIZE,…",
     multiple=True,
-    help="Plan a refit: the trainer's mesh, then, given again, the engine's.",
+    help="Plan a refit: give the option twice, with the trainer's mesh and then with the engine's mesh.",
 )
 @click.option(
     "--same-ranks", "together", cls=Seldom, is_flag=True, help="With --mesh: trainer and engine run on the same ranks."

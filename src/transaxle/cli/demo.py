@@ -54,7 +54,9 @@ _TOKENS = 16
 
 
 _STEP_TEXTS = {
-    "torchtitan": "Every expert was a tensor of its own; now its number e is the first dim of one tensor per layer.",
+    "torchtitan": (
+        "Every expert was a separate tensor; now the experts' number e is the first dim of one tensor per layer."
+    ),
     "automodel": "gate and up become one tensor, end to end in its last dim, and each expert's matrix is transposed.",
     "back": "The same two conversion tables, applied in the opposite direction.",
 }
@@ -192,7 +194,7 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
     try:
         model.save_pretrained(folder)
     except SafetensorError as error:  # safetensors raises this exception also when the disk is full
-        hint = "Make room there, or choose a folder elsewhere with --keep."
+        hint = "Free some space in that folder, or choose another folder with --keep."
         raise refuse("IO", f"the model cannot be saved: {error}", file=str(folder), hint=hint) from None
     return model, tokens, logits
 

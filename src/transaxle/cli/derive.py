@@ -74,7 +74,11 @@ pattern.
 @click.option("--dialects", metavar="FIRST:SECOND", default="hf:converted", show_default=True,
               help="For pairs of folders: names of the two dialects.")  # fmt: skip
 @overwrite_option("table", "Replace the table in FILE; `=everything` replaces any file.")
-@click.option("--number", is_flag=True, help="Write a copy of the first folder, with numbered elements, to the second.")
+@click.option(
+    "--number",
+    is_flag=True,
+    help=("Write a copy of the checkpoint in the first folder, with numbered elements, to the second folder."),
+)
 @with_screen
 def derive_command(
     screen: Screen,
@@ -130,7 +134,10 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
     if re.fullmatch(_MODEL_TYPE, source) and not os.path.lexists(path) and path.suffix != ".json":
         return source, None
     if os.path.isdir(path) and not os.path.lexists(path / CONFIG):  # noqa: PTH112 - `Path.is_dir` may raise
-        hint = "Name a folder that has one. If it is the model type that you mean, run this in another folder."
+        hint = (
+            "Name a folder that contains a config.json. If you mean the model type of this name, "
+            "run the command in another folder."
+        )
         raise refuse("IO", f"there is no {CONFIG} in it", file=source, hint=hint)
     try:
         config = model_config(source)
@@ -140,7 +147,7 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
     assert config is not None
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        hint = "Add the model_type by which transformers knows the model, or give that word instead of the file."
+        hint = "Add the model_type by which transformers knows the model, or give the model_type instead of the file."
         raise refuse("CORRUPT", "it has no model_type", file=source, hint=hint)
     return model_type, dict(config)
 

@@ -61,7 +61,7 @@ each of its matrices.
 Errors = Mapping[RecodedTensor, tuple[Error, int]]
 """Step that changes a tensor's values -> the error of the values, and the number of values that became infinite."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
-_AGAIN = "Write it again while nothing changes it, or write a folder, whose digests come last."
+_AGAIN = "Convert again while no program changes the file, or write a folder, whose digests come last."
 
 
 class PlanPart(msgspec.Struct, frozen=True, kw_only=True):

@@ -413,7 +413,10 @@ def _refuse_unread(ckpt: str, families: Sequence[Family]) -> TransaxleError:
         "UNKNOWN_FAMILY",
         f"no dialect of {family_names} reads any of its {plural(len(names), 'name')}: {first_names}",
         file=ckpt,
-        hint=f"A line begins with the whole name; only what all names begin with may be missing.{closest}",
+        hint=(
+            "A table line begins with the whole tensor name; only a prefix that all names share "
+            f"may be missing.{closest}"
+        ),
     )
 
 

@@ -148,13 +148,14 @@ class Pair:
 
 _SIDES = ("first", "second")
 _APART = (
-    "Remove the copy that is out of date; or, if both were trained apart, give a config that says so, as "
+    "Remove the outdated copy; or, if both were trained apart, give a config that says so, as "
     '"tie_word_embeddings": false does (--config FILE, config=).'
 )
 _DRIFTED = (
-    "Ranks train their replicas apart: take the mean of those that differ with --average-replicas (average=True)."
+    "Ranks train their replicas independently: with --average-replicas (average=True), "
+    "the mean of differing replicas is taken."
 )
-_DAMAGED = "One of the files is damaged, or of another save: copy the checkpoint again."
+_DAMAGED = "One of the files is damaged, or belongs to a different save: copy the checkpoint again."
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
@@ -325,7 +326,7 @@ def affine_steps(target: Target, *, allowed: bool) -> AffineSteps | None:
         )
     if not allowed:
         message = f"{target.rule}\nthe values are computed and rounded: {arithmetic_text(target)}"
-        raise refuse("LOSSY", message, tensor=target.name, hint="Allow it with --allow-lossy.")
+        raise refuse("LOSSY", message, tensor=target.name, hint="Allow the rounding with --allow-lossy.")
     return changes[0]
 
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."
 _BESIDE = "Choose a target outside of the source, such as a folder beside it."
-_WITHOUT = "Choose a target that does not contain it, such as a new folder."
+_WITHOUT = "Choose a target that does not contain the source, such as a new folder."
 
 
 @contextmanager

@@ -57,9 +57,10 @@ _FLOATS = ("F", "BF")
 _MAX_PARAMETERS = 6
 """Largest number of parameters in one module for which all orders of the parameters are tried."""
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)")
-_HINT = "Merge it with peft: merge_and_unload(), then save_pretrained()."
+_HINT = "Merge the adapter with peft: merge_and_unload(), then save_pretrained()."
 _RESIZE = (
-    "Where its vocabulary was resized, peft needs the base resized too: base.resize_token_embeddings({}), then "
+    "If the adapter's vocabulary was resized, peft needs a base model that is resized "
+    "too: base.resize_token_embeddings({}), then "
     "base.save_pretrained(...), and merge into that."
 )
 _LACKING = "adapter_config.json names {} modules of this model for which the adapter has nothing"
@@ -301,7 +302,9 @@ class Lora:
                 return  # the replacement in `_replaced` has a different size, which is refused elsewhere
             if groups > 1:
                 message = f"{message}: a convolution of {groups} groups, into which peft cannot merge either"
-                self._refuse("UNSUPPORTED", message, module, "Leave it as it is, or train without this module.")
+                self._refuse(
+                    "UNSUPPORTED", message, module, ("Leave the module unchanged, or train without this module.")
+                )
             else:
                 self._refuse("SHAPE_MISMATCH", message, module)
         else:

@@ -223,7 +223,7 @@ _USUAL_DIALECTS = (_MEMORY, "hf")
 _CACHED = 16
 """Number of cached pairs of factors A and B; a weight that is read in several blocks then reads its pair only once."""
 _UNCHANGED = "adapter_config.json may name {} modules for which the adapter has nothing; they stay as they are"
-_DECODE = "Decode it first (convert with --decode bf16), and merge into the result."
+_DECODE = "Decode the weight first (convert with --decode bf16), and merge the adapter into the result."
 
 
 class Model(Protocol):
@@ -554,4 +554,4 @@ def _refuse_tied(model: Model, changed_targets: Mapping[str, Target], tied_chang
 
 
 _UNTIE = "Untie the model first: give it a tensor for each of them, and tie_word_embeddings false in its config.json."
-_WAY = "Convert the model into the names of the adapter first, and merge there."
+_WAY = "Convert the model to the adapter's tensor names first, and merge the adapter into the result."

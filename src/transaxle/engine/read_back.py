@@ -104,7 +104,7 @@ def refuse_unequal(verification: Verification, target: str) -> None:
     Raises:
         Refused: with code CORRUPT, and every problem and every tensor that differs from the source.
     """
-    hint = "The checkpoint is there, and is wrong. Check memory and disk, and convert again with overwrite=True."
+    hint = "The checkpoint was written, but is wrong. Check memory and disk, and convert again with overwrite=True."
     differing = (
         Refusal("CORRUPT", f"it is not what the source has: {each.detail or each.kind}", Where(target, each.name), hint)
         for each in verification.differences

@@ -123,7 +123,7 @@ def read_mesh(dialect: str, text: str) -> RankMesh:
     mesh = RankMesh(dialect, degrees, ep, expert_dim)
     if mesh.ranks > MOST_RANKS:
         raise refuse(
-            "UNSUPPORTED", f"{text}\n{mesh.ranks} ranks are more than {MOST_RANKS}", hint="Plan a part of them."
+            "UNSUPPORTED", f"{text}\n{mesh.ranks} ranks are more than {MOST_RANKS}", hint="Plan for fewer ranks."
         )
     together = mesh.degree(DP) * mesh.degree(TP)
     if serves and ep not in (1, together):
@@ -140,7 +140,9 @@ def check_pairs(trainer: RankMesh, engine: RankMesh) -> None:
     """
     if trainer.ranks * engine.ranks > _MOST_PAIRS:
         message = f"{trainer.ranks} x {engine.ranks} pairs of ranks are more than {_MOST_PAIRS}"
-        raise refuse("UNSUPPORTED", message, hint="Replicas all receive the same: plan fewer of them.")
+        raise refuse(
+            "UNSUPPORTED", message, hint=("All replicas of an engine receive the same bytes: plan for fewer replicas.")
+        )
 
 
 _CHUNK = Shard()
@@ -249,7 +251,7 @@ class Cutter:
             dim = mesh.expert_dim if expert is not None else 0
             if dim >= len(dims):
                 message = f"{kind.line.whole}\nhas no dim {dim}, which expert_dim names"
-                raise refuse("UNSUPPORTED", message, hint="Leave expert_dim out, or give a smaller one.")
+                raise refuse("UNSUPPORTED", message, hint="Omit expert_dim, or give a smaller dim.")
             dims[dim] = _CHUNK(dims[dim], fsdp, position)
         return name_intervals, dims
 
@@ -417,7 +419,7 @@ def plan_traffic(
             message = (
                 f"the config's model_type {', '.join(map(repr, types)) or '(none)'} names no one family{candidates}"
             )
-            raise refuse(code, message, hint="Name it: --family NAME.")
+            raise refuse(code, message, hint="Name the family: --family NAME.")
         (family,) = families
     nested = config.get("text_config")
     levels = [config, nested] if isinstance(nested, Mapping) else [config]
@@ -510,7 +512,9 @@ class _Side:
             return (0, last) if component in tied else (0,) if first else (last,)
         if kind.axes != (_LAYERS,) or not index:
             message = f"{kind.line.whole}\nnothing tells which pipeline stage has it"
-            raise refuse("UNSUPPORTED", message, hint="Leave pp out, or choose a dialect that names its layers.")
+            raise refuse(
+                "UNSUPPORTED", message, hint=("Omit pp, or choose a dialect with layer numbers in tensor names.")
+            )
         return (self.cutter.stage(index[0], self.model.sizes.at({})[_LAYERS]),)
 
     def of_stages(self, boxes: Sequence[RankBoxes], stages: tuple[int, ...]) -> list[RankBoxes]:
@@ -554,7 +558,7 @@ class _LayerGroup:
             message = (
                 f"{self.component}\nthe trainer's ranks hold parts of it that overlap each other, or not all of it"
             )
-            raise refuse("UNSUPPORTED", message, hint="Choose degrees that divide it.")
+            raise refuse("UNSUPPORTED", message, hint="Choose parallel degrees that divide the tensor evenly.")
         copies = np.repeat(
             [len(source.ranks) for source in self.sources], [len(source.ranks) for source in self.sources]
         )
@@ -621,7 +625,7 @@ def _runs(
         return ()
     if len(name_axes) > 1:
         message = f"{component}: of its axes {', '.join(name_axes)}, one side has some as dims, the other in names"
-        raise refuse("UNSUPPORTED", message, hint="Choose a dialect that names its layers.")
+        raise refuse("UNSUPPORTED", message, hint="Choose a dialect with layer numbers in tensor names.")
     runs: list[Interval] = []
     for (layer,) in sorted(indices):
         if runs and runs[-1][1] == layer:

@@ -62,7 +62,7 @@ _SHOWN = 3
 _NO_DAMAGE = frozenset({"UNSUPPORTED", "UNSAFE_PICKLE"})
 """Refusal codes that mean that optimizer state is not read; they do not indicate damage."""
 _WELL = {"manifest": "intact", "digests": "intact"}
-_AGAIN = "Copy the file again from where it is intact, or write the checkpoint again."
+_AGAIN = "Copy the file again from an intact checkpoint, or write the checkpoint again."
 
 
 @dataclass(frozen=True, repr=False)

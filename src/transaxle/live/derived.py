@@ -570,7 +570,7 @@ def find_gathered(parameters: Mapping[str, torch.Tensor]) -> list[Refusal]:
     if _FSDP not in sys.modules:
         return []
     memory = set(_memory_of_gathered())
-    message = "FSDP2 has gathered this parameter for a forward pass, and frees it, with all values written into it"
+    message = "FSDP2 has gathered this parameter for a forward pass, and will free it with all values written into it"
     hint = "Give the model itself, or its state_dict(), which shards the parameters again."
     return [
         Refusal("UNSUPPORTED", message, Where(None, name), hint)
@@ -600,7 +600,10 @@ def find_partitioned(model: nn.Module) -> list[Refusal]:
     hint = "Load before deepspeed.initialize; to continue a run, convert DeepSpeed's own checkpoint."
     return [
         Refusal(
-            "UNSUPPORTED", "DeepSpeed ZeRO-3 has taken its values out of the module", Where(None, own_name(name)), hint
+            "UNSUPPORTED",
+            ("DeepSpeed ZeRO-3 has moved the parameter's values out of the module"),
+            Where(None, own_name(name)),
+            hint,
         )
         for name, parameter in model.named_parameters()
         if is_partitioned(parameter)
@@ -622,7 +625,7 @@ def find_model_parallel(model: nn.Module) -> list[Refusal]:
         "EP": state.get_expert_model_parallel_world_size(),
     }
     shared = " x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1)
-    message = f"Megatron has shared the model out over {shared}; its state dict does not say what this rank holds"
+    message = f"Megatron has divided the model among {shared}; its state dict does not say what this rank holds"
     hint = "Give model.sharded_state_dict() in place of the model."
     return [Refusal("UNSUPPORTED", message, Where(None, None), hint)] if shared else []
 
@@ -667,9 +670,12 @@ def find_unreadable(model: nn.Module) -> list[Refusal]:
         if not is_partitioned(parameter):
             continue
         if partition is None or partition.status.name != _AVAILABLE:
-            message, hint = "DeepSpeed ZeRO-3 has it on a disk now", "Keep parameters in memory: no offload to nvme."
+            message, hint = (
+                ("DeepSpeed ZeRO-3 has moved the parameter to a disk"),
+                "Keep parameters in memory: no offload to nvme.",
+            )
         elif hasattr(partition, "ds_quant_scale"):
-            message, hint = "DeepSpeed ZeRO-3 keeps it quantized", "Turn zero_quantized_weights off."
+            message, hint = "DeepSpeed ZeRO-3 stores the parameter quantized", "Turn zero_quantized_weights off."
         else:
             continue
         problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(name)), hint))

@@ -155,13 +155,16 @@ class SavedStates:
             return None
         if name in self._non_tensors:
             message = f"{self._saved_by} ranks saved a state each, but {self._size} ranks load it"
-            hint = "Leave it out of extra, or load with strict=False; Random(strict=False) stays as it is."
+            hint = (
+                "Leave this name out of extra, or load with strict=False; with Random(strict=False), "
+                "the random state is not changed."
+            )
             return Refusal("UNSUPPORTED", message, Where(FILE, name), hint)
         return Refusal(
             "MISSING_TENSOR",
             "the source does not have this state",
             Where(FILE, name),
-            "Use strict=False to leave it unchanged.",
+            "Use strict=False to leave this entry unchanged.",
         )
 
 
@@ -232,7 +235,7 @@ class ExtraLoad:
         for name in self._trained:
             unreadable = nest_items(self._items, name, lambda _: None)[1]
             message = f"it is not plain data, and a load never unpickles objects: {'; '.join(unreadable)}"
-            hint = "Leave it out of extra, and restore that part yourself."
+            hint = "Leave this name out of extra, and restore the state yourself."
             self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if unreadable else []
 
     def _refusal_with_names(self, key: str, training_names: Collection[str]) -> Refusal | None:

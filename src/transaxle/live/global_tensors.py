@@ -117,7 +117,7 @@ _Description = tuple[str, str, tuple[int, ...], int]
 _NONE: frozenset[int] = frozenset()
 _SHOWN = 8
 """Largest number of ranks that a message lists."""
-_EVERYWHERE = "Give the tensor on every rank of its mesh or on none; each rank has only its part."
+_EVERYWHERE = "Pass the tensor on every rank of its mesh or on none; each rank holds only its own shard."
 _ALIKE = "Give sharded state dicts on all ranks, or on none."
 _WIDER = "Call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)."
 

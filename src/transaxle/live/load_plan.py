@@ -485,7 +485,7 @@ def _scales_alone(checkpoint: Checkpoint, targets: Census, stored: Mapping[str, 
     for refusal in refuse_scales_alone(
         (origin for origin in narrowed if origin not in checkpoint.decoded), checkpoint.catalog
     ):
-        yield replace(refusal, hint="Build the model with the type that the source has.")
+        yield replace(refusal, hint="Build the model with the dtype that the source has.")
 
 
 def _conversions(targets: Census, view: View, stored: Mapping[str, StoredTensor]) -> dict[str, Conversion]:

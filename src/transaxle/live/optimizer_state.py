@@ -407,7 +407,9 @@ def by_name(optimizer: AnyOptimizer, leaves: Leaves) -> tuple[Optimizers, dict[s
     """
     if leaves.sharded:
         message = "the shards of a Megatron model are no parameters of an optimizer, so its state cannot be matched"
-        raise refuse("UNSUPPORTED", message, hint="Leave optimizer= out, and let Megatron save and load its state.")
+        raise refuse(
+            "UNSUPPORTED", message, hint=("Omit optimizer=, and let Megatron save and load the optimizer's state.")
+        )
     optimizers = unwrap_optimizers(optimizer)
     if nameless := find_unnamed(
         (parameter for _, _, parameter in optimizers.parameters()), leaves.custom_modules, leaves.tensors
@@ -539,7 +541,7 @@ def find_missing_state(checkpoint: Checkpoint) -> list[Refusal]:
         return list(checkpoint.container.unread)
     manifest = checkpoint.manifest
     message = "the checkpoint lists this file, but it is missing"
-    hint = "Copy the file. To load only the model, use strict=False or omit optimizer=."
+    hint = "Copy the missing file. To load only the model, use strict=False or omit optimizer=."
     files = [file for file in (manifest.files if manifest else ()) if file.startswith(f"{STATE_FOLDER}/")]
     missing = [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
     return missing or list(refuse_stateless(checkpoint).refusals)

@@ -24,8 +24,10 @@ AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 optimizers.
 """
 _STATE, _DEFAULTS, _STEP = "state", "defaults", "step"
-_GIVE = "Give the torch optimizers inside it as a list, and put its other state into extra=."
-CARRY = 'Use extra={"optimizer": optimizer} to keep its state_dict() as it is, for the same ranks and shards.'
+_GIVE = "Pass the torch optimizers inside the wrapper as a list, and the wrapper's other state in extra=."
+CARRY = (
+    'Use extra={"optimizer": optimizer} to save the optimizer\'s state_dict() unchanged, for the same ranks and shards.'
+)
 """Hint for optimizer state that cannot be saved per parameter."""
 _DEEPEST = 4
 """Largest depth to which nested lists and dicts in an optimizer's attributes are searched for tensors."""
@@ -177,7 +179,7 @@ class _Walk:
         elif not isinstance(candidate, Optimizer):
             self._refuse(candidate, "this is not a torch optimizer, and does not contain one", CARRY)
         elif _is_of(candidate, _ZERO):
-            hint = "Use overlap_with_ddp=False, which builds it at once."
+            hint = "Use overlap_with_ddp=False, which builds the optimizer immediately."
             self._refuse(candidate, "the optimizer inside does not exist yet, or is a functional one", hint)
         else:
             self.members.append(candidate)
@@ -197,7 +199,11 @@ class _Walk:
             return
         if not own_parameters & inner_parameters or inner_parameters - own_parameters:
             message = "the optimizers inside train other tensors than its parameters: copies, or flat buffers"
-            self._refuse(wrapper, message, "Save it with its own framework; transaxle reads DeepSpeed's checkpoints.")
+            self._refuse(
+                wrapper,
+                message,
+                ("Save the optimizer with its own framework; transaxle reads DeepSpeed's checkpoints."),
+            )
         elif own_parameters - inner_parameters:
             count = len(own_parameters - inner_parameters)
             self._refuse(wrapper, f"no optimizer inside has {count} of its {len(own_parameters)} parameters", _GIVE)

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     import torch
 
 
-_CAST = "Resharding never changes dtypes. Give both sides the same, for example {name: tensor.to(torch.bfloat16)}."
+_CAST = (
+    "Resharding never changes dtypes. Give source and target the same dtype, for example "
+    "{name: tensor.to(torch.bfloat16)}."
+)
 _SHOWN = 3
 """Largest number of source names, and of target names, that an error lists."""
 
@@ -102,7 +105,7 @@ def match_sides(
             raise refuse(
                 "UNKNOWN_FAMILY",
                 message,
-                hint="Check that both are the same model; if they are, give family= and dialect=.",
+                hint="Check that source and target are the same model; if they are, give family= and dialect=.",
             )
         if strict:
             problems += [*refuse_unmatched(missing, unexpected), *refuse_omitted(omitted)]

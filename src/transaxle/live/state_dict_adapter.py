@@ -281,7 +281,7 @@ def _translate(state_view: Checkpoint, dialect: str) -> Checkpoint:
             raise
         call = f'state, give_back = tx.loadable_as(model, "{state_view.dialect}")'
         hint = (
-            f"If another rank holds it, build the state with  {call}  from the one in {dialect}, and then call "
+            f"If another rank holds the tensor, build the state with  {call}  from the one in {dialect}, and then call "
             "give_back()."
         )
         raise gathered(replace(refusal, hint=hint) for refusal in error.refusals) from None
@@ -469,7 +469,7 @@ class _Adapter:
             return self._local(name, tuple(((0, size),) for size in stored.shape))
         if len(meshes) > 1 or len(distributed) < len(tensors):
             message = f"it joins tensors on different meshes: {', '.join(origins)}"
-            raise refuse("UNSUPPORTED", message, tensor=name, hint="Redistribute them to one mesh first.")
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="Redistribute the source tensors to one mesh first.")
         mesh = meshes.pop()
         ranks = mesh.mesh.flatten().tolist()
         if self._rank not in ranks:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transaxle.formats.store.staging import SharedStage
 
 
-_START = "Start it so:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
+_START = "Start the job like this:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
 # the first rank sends its report to all other ranks
 wire.tellable(Report, MeasuredTensor, RecodedTensor, Error, Verification)
 _PATIENCE = timedelta(days=1)

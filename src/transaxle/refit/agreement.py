@@ -283,7 +283,7 @@ def _positions(intervals: Intervals) -> list[int]:
 
 _CAST = 'Give dtype="bf16" to cast values on the way, or build both sides with the same dtypes.'
 _TOKENS = "_token_id"
-_CONFIGS = "Give the engine the trainer's config; if it differs on purpose, use strict=False."
+_CONFIGS = "Give the engine the trainer's config; if the configs differ on purpose, use strict=False."
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from transaxle.torch_tensors import (
     with_plain_bytes,
 )
 
-_ANEW = "Make the Refit anew when tensors of a model are replaced by others."
+_ANEW = "Make a new Refit after tensors of a model were replaced by other tensors."
 
 
 @dataclass(frozen=True)

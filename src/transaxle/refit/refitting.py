@@ -254,7 +254,7 @@ class Refit:
         choices = {choice for _, choice in answers if choice is not None}
         if len(choices) > 1:
             message = "the ranks push different tensors"
-            raise refuse("AMBIGUOUS", message, hint="Give the same only= and skip= wherever push is called.")
+            raise refuse("AMBIGUOUS", message, hint="Pass the same only= and skip= on all ranks that call push.")
         only, skip = choices.pop() if choices else ((), ())
         if not only and not skip:
             return None

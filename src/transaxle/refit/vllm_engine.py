@@ -40,7 +40,7 @@ from transaxle.torch_tensors import Part, mark, part_of
 
 DIALECT = "vllm"
 _LOADER = "weight_loader"
-_ANOTHER = "Refit it in another way, such as vLLM's own backend `nccl`."
+_ANOTHER = "Update this model in another way, such as vLLM's own backend `nccl`."
 _WHOLE = "Push all parameters of a layer, or none of them."
 
 

@@ -54,7 +54,7 @@ _SHOWN_CHARACTERS = 2000
 """Largest number of characters of an engine's answer that an error shows."""
 _MOST_WORKERS = 1 << 20
 """Largest number of workers that an engine may have."""
-_CHECK_SERVER = "Is it there, and was it started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config?"
+_CHECK_SERVER = "Is the server running, and was it started with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config?"
 _FINISH = "Let requests finish before you push, or use a server, which stops them by itself."
 Payload = Mapping[str, Any]
 
@@ -338,7 +338,7 @@ _TIMEOUT = 300
 _LOOK = "Look at vLLM's own log."
 _OWN_OPTIONS = frozenset({"backend", "workers", "timeout", "pause"})
 """Options of `VllmRefit` that are not passed on to `Refit`."""
-_ANEW = "Make a new VllmRefit; the engine serves the weights it had."
+_ANEW = "Make a new VllmRefit; the engine serves its previous weights."
 
 
 _OPTIONS = (

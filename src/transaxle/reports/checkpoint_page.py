@@ -191,7 +191,7 @@ _SEARCHED = (
     "changed since they were written, files more than twice as large as usual, tensors that differ in type or shape "
     "from the others of their rule, missing combinations of indices, and tensors without elements."
 )
-_NO_VALUES = "Values were not read; --values (values=True) looks for NaN and infinite ones."
+_NO_VALUES = "The values were not read; with --values (values=True), NaN and infinite values are searched for too."
 _MOST_NOTICES = 30
 """Largest number of notices that the page shows."""
 _LARGE_FACTOR = 2
@@ -439,9 +439,9 @@ def _layout_section(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[Lay
         )
         for row in rows
     ]  # fmt: skip
-    text = "A rule gives the names under which a tensor is stored, and the axes of its dims, outermost first."
+    text = "A rule shows the names under which a tensor is stored, and the axes of its dims, outermost first."
     if facts["family"] is None:
-        text = "No table reads these names: a row is a name, with * for its numbers."
+        text = "No table contains these names: each row is a name, with * in place of its numbers."
     return Section(
         "layout",
         "Layout",

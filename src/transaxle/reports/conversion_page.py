@@ -101,7 +101,7 @@ def _notices(report: Report) -> Iterator[tuple[str, str]]:
     if report.checks:
         yield "Copies", f"{plural(report.checks, 'copy', 'copies')} proved equal."
     if not report.synced:
-        yield "Not synced", "A power cut in the minutes after it may have damaged the checkpoint."
+        yield "Not synced", "A power cut in the minutes after the conversion may have damaged the checkpoint."
     yield from (("Note", note) for note in report.notes)
     yield from (("Left by a killed run", note) for note in report.leftovers)
 
@@ -460,7 +460,10 @@ def _rules_section(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
             ("", "unchanged", "names without a rule", "the same names", sum(n for n, _ in unruled), total, total)
         )
     columns = (Column("tensor"), Column("moves"), Column("source", "name"), Column("target", "name"), *_AMOUNTS)
-    text = "Each rule of the target, the rules of the source that it is made of, and the moves of axes between them."
+    text = (
+        "Each row shows a rule of the target, the rules of the source from which it is made, "
+        "and the moves of axes between them."
+    )
     return Section("rules", "Rules", text, None, (limit_rows("rules", "Rules", columns, rows, 5),))
 
 
@@ -484,7 +487,7 @@ def _axes_section(plan: Plan) -> Section:
         Column("tensor"), Column("axis"), Column("meaning"), Column("size"), Column("in the source"),
         Column("in the target"), Column("moves"),
     )  # fmt: skip
-    text = "An axis is either in the name, so that each index is a tensor of its own, or in a dim."
+    text = "An axis is either in the tensor name, so that each index is a separate tensor, or in a dim."
     figure = _moves_figure(plan, meanings)
     table = limit_rows("axes", "Axes of each tensor; those that move come first", columns, rows)
     return Section("axes", "How axes move", text if rows else "No rule moves any axis.", figure, (table,))

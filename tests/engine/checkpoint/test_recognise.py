@@ -139,7 +139,9 @@ def test_a_checkpoint_without_config_is_asked_what_it_is() -> None:
     """Tables that answer to a model_type only know these names; one name that is like another's means nothing."""
     names = tuple(f"encoder.layer.{at}.output.dense.{kind}" for at in range(3) for kind in ("weight", "bias"))
     names = ("embeddings.position_embeddings.weight", *names)
-    with refused("UNKNOWN_FAMILY", "that answers to names alone", "Names show few", "--config FILE") as caught:
+    with refused(
+        "UNKNOWN_FAMILY", "that answers to names alone", "Tensor names identify few", "--config FILE"
+    ) as caught:
         found(names)
     assert "Closest" not in str(caught.value)
     assert found(names, {"model_type": "bert"})[0] == "bert"

@@ -296,7 +296,10 @@ def test_models_that_accelerate_has_offloaded_are_refused(tmp_path: Path, how: s
 def test_parameters_whose_values_deepspeed_keeps_are_refused(tmp_path: Path) -> None:
     """The marks are those of its ZeRO-1 and 2 and of bf16 (`_hp_mapping`), and of ZeRO-3 (`ds_id`)."""
     save(_net(), tmp_path / "saved", to="safetensors")
-    for mark, what in (("_hp_mapping", "would overwrite the loaded values"), ("ds_id", "ZeRO-3 has taken its values")):
+    for mark, what in (
+        ("_hp_mapping", "would overwrite the loaded values"),
+        ("ds_id", "ZeRO-3 has moved the parameter"),
+    ):
         model: Any = _net()
         setattr(model[1].weight, mark, 1)
         before = model[1].weight.detach().clone()

@@ -330,16 +330,16 @@ def test_all_refusals_come_at_once_with_hints(tmp_path: Path) -> None:
     assert _refusals(found) == {
         ("DTYPE_MISMATCH", "a.weight"): 'Use dtype="bf16" to cast the stored values to the parameter\'s dtype.',
         ("SHAPE_MISMATCH", "b.weight"): "Build the model with the sizes that the source has.",
-        ("MISSING_TENSOR", "c.weight"): "Use strict=False to load the others.",
+        ("MISSING_TENSOR", "c.weight"): "Use strict=False to load all other tensors.",
         (
             "MISSING_TENSOR",
             "model.x.bias",
-        ): "The closest name in the source is x.bias. Use strict=False to load the others.",
-        ("UNEXPECTED_TENSOR", "c.weights"): "Use strict=False to load the others.",
+        ): "The closest name in the source is x.bias. Use strict=False to load all other tensors.",
+        ("UNEXPECTED_TENSOR", "c.weights"): "Use strict=False to load all other tensors.",
         (
             "UNEXPECTED_TENSOR",
             "x.bias",
-        ): "The closest name in the model is model.x.bias. Use strict=False to load the others.",
+        ): "The closest name in the model is model.x.bias. Use strict=False to load all other tensors.",
     }
     assert all(not tensor.any() for tensor in state.values())
 

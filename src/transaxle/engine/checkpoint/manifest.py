@@ -121,7 +121,7 @@ def decode(text: bytes, file: str = MANIFEST) -> Manifest:
         raise refuse("CORRUPT", f"malformed: {error}", file=file) from None
     if manifest.transaxle > SCHEMA:
         message = f"the manifest has version {manifest.transaxle}; this program reads versions up to {SCHEMA}"
-        raise refuse("UNSUPPORTED", message, file=file, hint="Use a newer Transaxle.")
+        raise refuse("UNSUPPORTED", message, file=file, hint="Use a newer version of Transaxle.")
     if encode(manifest) != text:
         raise refuse("CORRUPT", "the manifest's text was changed: its checksum does not match", file=file)
     return manifest
@@ -274,14 +274,14 @@ def read_manifest(container: Container) -> Manifest | None:
 
 
 CHANGED = "the bytes were changed after they were written"
-_INTACT = "What would be written has the same bytes: convert an intact copy."
+_INTACT = "The target would contain the same damaged bytes: convert an intact copy."
 _MEANT = f"{_INTACT} If they are meant, delete {MANIFEST}: nothing is held against it then."
 _MEANT_ALONE = f"{_INTACT} If they are meant, save the file anew, without the digests that it holds."
 _MEANT_BESIDE = (
-    f"Put the file back as it was. If the change is meant, let `transaxle verify` show that nothing else has changed, "
+    f"Restore the file. If the change is intended, let `transaxle verify` show that nothing else has changed, "
     f"and delete {MANIFEST}: nothing is held against it then."
 )
-_MEANT_CONFIG = f"If the change is meant, name the file (--config FILE, config=), or delete {MANIFEST}."
+_MEANT_CONFIG = f"If the change is intended, name the file (--config FILE, config=), or delete {MANIFEST}."
 
 
 class RecordedTensor(msgspec.Struct, frozen=True):

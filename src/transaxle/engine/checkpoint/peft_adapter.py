@@ -73,7 +73,7 @@ def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, ex
 
     adapter_settings = ADAPTER_CONFIG, adapter_config(container) or {}
     if not config:
-        hint = "Give the base's:  --config BASE/config.json (config=)."
+        hint = "Give the base model's config:  --config BASE/config.json (config=)."
         raise refuse("UNKNOWN_FAMILY", "an adapter does not say what its base is like, and no config does", hint=hint)
     return convert_adapter(
         container, adapter_settings, {key: value for key, value in config.items() if key != SECTION}, dialect, express

@@ -48,7 +48,7 @@ _SHARED = frozenset({"hf", "transformers"})
 _ANY_SIZES = (1, 10**6)
 """The smallest and the largest possible axis size; a condition that is true for both does not depend on sizes."""
 _CHOOSE = "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)."
-_KEEP = "Names stay as they are with --to safetensors:identity."
+_KEEP = "With --to safetensors:identity, all tensor names stay as they are."
 _KNOWN_TO_RUN = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts",
     "num_local_experts", "n_routed_experts", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "v_head_dim",
@@ -158,7 +158,7 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
             message = (
                 f"there is no format {label!r} (known: {', '.join(formats)}), and no such dialect of {family.name}"
             )
-        default_hint = f"`transaxle dialects {family.name}` says what each is; --rules FILE adds one."
+        default_hint = f"`transaxle dialects {family.name}` explains each dialect; --rules FILE adds a dialect."
         near = f"Did you mean {close[0]}?" if close else ""
         raise refuse("AMBIGUOUS", message, hint=other_meaning(label) or near or default_hint)
     return match
@@ -170,9 +170,9 @@ def other_meaning(label: str) -> str:
     """
     word = label.lower()
     if word in _NUMBERS:
-        return f"That is a format of numbers: --to hf {_NUMBERS[word]}."
+        return f"This is a number format: --to hf {_NUMBERS[word]}."
     if word in _ELSEWHERE:
-        return f'Write the form of a hub, --to hf (to="hf"), and give that folder to {_ELSEWHERE[word]}.'
+        return f'Write a folder in the layout of a hub, --to hf (to="hf"), and give this folder to {_ELSEWHERE[word]}.'
     return ""
 
 
@@ -196,7 +196,7 @@ def check_dialect(label: str, families: Families, formats: Sequence[str] = ()) -
     usual = [name for name in (CALLED.get(label.lower()),) if name in names]
     close = usual or difflib.get_close_matches(label.lower(), names, 1)
     besides = f", and there is no such format (formats: {', '.join(formats)})" if formats else ""
-    near = f"Did you mean {close[0]}?" if close else "`transaxle dialects FAMILY` lists those of a family."
+    near = f"Did you mean {close[0]}?" if close else "`transaxle dialects FAMILY` lists the dialects of a family."
     hint = other_meaning(label) or f'{near} Those of a table of your own need --rules FILE (rules="FILE").'
     raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}{besides}", hint=hint)
 
@@ -507,7 +507,7 @@ def _no_such_dialect(label: str, labels: Sequence[str], candidates: Sequence[Fam
     whose = f"family {' and family '.join(f.name for f in candidates)} has" if candidates else "there is"
     message = f"{whose} no dialect {label!r}; there are: {', '.join(labels)}"
     if label == IDENTITY:
-        hint = f"Only a target can be {IDENTITY} (--to {IDENTITY}); open the source without a dialect."
+        hint = f"Only a target can have the form {IDENTITY} (--to {IDENTITY}); open the source without a dialect."
     else:
         hint = f"Did you mean {close[0]}?" if close else "Add one with --rules FILE."
     return refuse("AMBIGUOUS", message, hint=hint)
@@ -522,7 +522,9 @@ def _ways_out(types: Sequence[str]) -> str:
     """Return advice for a model that no table fits, one suggestion per line; transformers may know the model type."""
     keep_names_line = "To keep its names:  --to safetensors:identity  (or dcp:identity and so on)"
     if not types:
-        config = "Names show few families. To say which it is:  --config FILE  (its config.json), or --family NAME"
+        config = (
+            "Tensor names identify few families. To name yours:  --config FILE  (its config.json), or --family NAME"
+        )
         return f"{config}\n{keep_names_line}\nTo add a table:  --rules FILE"
     name = re.sub(r"\W", "_", types[0])
     file = f"{name}.rules"
@@ -552,7 +554,7 @@ def check_same(config: Mapping[str, Any], recorded: Mapping[str, Any], axes: Map
             ", ".join(f"{key} {of[key]!r}" for key in differing) for of in (config, recorded)
         )
         message = f"the config says {config_sizes}, but the run that saved the checkpoint says {recorded_sizes}"
-        hint = "Give the config.json of this model, or none: its sizes are known."
+        hint = "Give the config.json of this model, or no config: the sizes are in the checkpoint."
         raise refuse("SHAPE_MISMATCH", message, hint=hint)
     config_rows, recorded_rows = config.get(_VOCABULARY), recorded.get(_VOCABULARY)
     if (

@@ -29,7 +29,7 @@ from transaxle.options import OPTIONS
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
 """Largest size of a config file in bytes; a config that lists every quantized layer has about 100 kB."""
-_AGAIN = "Correct it, or copy or download it again."
+_AGAIN = "Correct the file, or copy or download it again."
 _AXES = "`transaxle info PATH` lists the axes of a checkpoint, each with its size: --axis takes these names."
 LONGEST_TABLE = 1 << 18
 """Largest size of a rules file (the user's table of tensor names) in bytes; the largest built-in table has seven

@@ -525,7 +525,7 @@ def as_torch(name: str, dtype: str, values: np.ndarray) -> torch.Tensor:
     return tensor
 
 
-_AGAIN = "Open the checkpoint anew, and pickle it then."
+_AGAIN = "Open the checkpoint again, and pickle the new object."
 
 
 class Reopening(msgspec.Struct, frozen=True):

@@ -45,8 +45,8 @@ _STEP = "step"
 _MOST_STATES = 20_000
 """Largest number of partial assignments of parameters to optimizer groups that the search stores at once."""
 _HINT = (
-    "Save the state by name from the program that trains: tx.save(model, FOLDER, to=…, optimizer=optimizer). "
-    "To do without it: --no-optimizer (optimizer=False)."
+    "Save the optimizer state by name from the training program: tx.save(model, FOLDER, to=…, optimizer=optimizer). "
+    "To convert without optimizer state: --no-optimizer (optimizer=False)."
 )
 
 
@@ -289,7 +289,7 @@ class _Tables:
                 "UNSUPPORTED",
                 message,
                 tensor=name,
-                hint="Add one that names the axes over which tensor parallelism splits.",
+                hint="Add a `cut` statement that names the axes that tensor parallelism divides.",
             )
         line, position = self._lines[name]
         index = dict(zip(line.name.axes, position, strict=True))

@@ -396,7 +396,10 @@ def _refuse_missing(plan: WorkPlan, items: Sequence[WorkItem]) -> Exception:
     shown_numbers = spell_numbers([item.number for item in items])
     message = f"{len(items):,} of {len(plan.items):,} items have no result: {shown_numbers}"
     return refuse(
-        "INCOMPLETE", message, file=plan.order.target, hint=f"Do them:  transaxle work PLAN --items {shown_numbers}."
+        "INCOMPLETE",
+        message,
+        file=plan.order.target,
+        hint=f"Do the missing items:  transaxle work PLAN --items {shown_numbers}.",
     )
 
 

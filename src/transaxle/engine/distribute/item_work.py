@@ -242,11 +242,14 @@ def refuse_changed(planned: Task, actual: Task) -> None:
     """
     if planned.state != actual.state:
         message = "the source's files are not those of the plan: they were changed or replaced since"
-        raise refuse("CORRUPT", message, file=planned.source, hint="Plan again, and begin anew.")
+        raise refuse("CORRUPT", message, file=planned.source, hint="Make the plan again, and begin the work again.")
     if planned.key != actual.key:
         message = "this program makes another plan of the same source: it is another version, or has other plugins"
         raise refuse(
-            "UNSUPPORTED", message, file=planned.source, hint="Use one installation everywhere, or plan again."
+            "UNSUPPORTED",
+            message,
+            file=planned.source,
+            hint=("Use the same installation in all processes, or make the plan again."),
         )
 
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from transaxle.formats.store.unfinished_uploads import UploadRecord
     from transaxle.move.transfer import Writable
 
-_BEGIN = "Begin it:  transaxle work PLAN --begin."
+_BEGIN = "Begin the work:  transaxle work PLAN --begin."
 _THERE = (
-    "If it is what this plan makes, nothing is left to do:  transaxle verify tells. Otherwise plan for another place, "
-    "or with --overwrite."
+    "If  transaxle verify  shows that the target is the result of this plan, nothing remains to be done. Otherwise "
+    "plan for a different target, or with --overwrite."
 )
 
 
@@ -304,4 +304,9 @@ def _not_begun(plan: WorkPlan) -> TransaxleError:
 def _refuse_other(plan: WorkPlan, started_key: Sequence[str]) -> None:
     if started_key != plan.task.key:
         message = "beside the target is the unfinished work of another conversion"
-        raise refuse("EXISTS", message, file=plan.order.target, hint=f"Remove it with transaxle clean. {_BEGIN}")
+        raise refuse(
+            "EXISTS",
+            message,
+            file=plan.order.target,
+            hint=(f"Remove the unfinished work with transaxle clean. {_BEGIN}"),
+        )

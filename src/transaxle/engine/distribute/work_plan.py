@@ -152,7 +152,9 @@ def order(
     for path in (src, dst, *(plain[name] for name in paths)):
         if as_text(path) != path:
             message = "its name is not UTF-8, and workers are told of paths as UTF-8"
-            raise refuse("UNSUPPORTED", message, file=path, hint="Rename it, or convert in this process: without --on.")
+            raise refuse(
+                "UNSUPPORTED", message, file=path, hint=("Rename the target, or convert in this process, without --on.")
+            )
     if local_target is None:
         multipart(Service(dst))
     plain |= {name: _absolute(plain[name]) for name in paths} | ({} if config is None else {"config": dict(config)})

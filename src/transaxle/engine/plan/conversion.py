@@ -333,7 +333,7 @@ def _default_dialect(checkpoint: Checkpoint, kind: Format) -> tuple[str, View | 
     if not own_labels:
         listed = ", ".join(family.labels)
         message = f"{kind.name} has tensors of the dialect {kind.dialects[0]}, and family {family.name} has: {listed}"
-        hint = f"Add the dialect with --rules FILE, or write the names that there are: --to {kind.name}:{IDENTITY}"
+        hint = f"Add the dialect with --rules FILE, or keep the present tensor names: --to {kind.name}:{IDENTITY}"
         raise refuse("UNSUPPORTED", message, hint=hint)
     for label in own_labels[:-1]:
         view = checkpoint.translation(label)
@@ -640,8 +640,8 @@ _OTHER_ENDS = (
     ".ptd", ".pte", ".rten", ".tensors", ".tmp", ".torch", ".torchscript", ".txt", ".weights", ".yaml", ".yml",
     ".zarr",
 )  # fmt: skip
-_PLACE = "This looks like a place: the target is the second argument, and --to says what is written there."
-_RENAME = "Rename one of them in the source."
+_PLACE = "This looks like a path: the target path is the second argument, and --to names the format to write."
+_RENAME = "Rename one of the two tensors in the source."
 
 
 def parse_to(to: str) -> tuple[str, str | None]:
@@ -785,5 +785,5 @@ def refuse_dtypes(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
         return
     for spec in specs:
         if spec.dtype not in kind.dtypes:
-            hint = "Choose a format that can hold it, or leave it out."
+            hint = "Choose a format that can store this dtype, or leave the tensor out."
             yield Refusal("UNSUPPORTED", f"{kind.name} has no dtype for {spec.dtype}", Where(None, spec.name), hint)

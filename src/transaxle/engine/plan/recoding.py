@@ -410,11 +410,14 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
         Refused: with code LOSSY, and every tensor that has such values.
     """
     type_name = dtype or "the type of the weight"
-    hint = "Leave them out with --skip NAME, allow it with --allow-lossy, or use bf16, which has the range of fp32."
+    hint = (
+        "Keep the dtype of these tensors with --skip NAME, allow infinite values with "
+        "--allow-lossy, or use bf16, which has the range of fp32."
+    )
     if dtype is None:
-        hint = "Cast the model first (convert with --dtype bf16), or allow it with --allow-lossy."
+        hint = "Cast the model first (convert with --dtype bf16), or allow infinite values with --allow-lossy."
     decoded = "finite values (code times scale) would become infinite when decoded"
-    keep = "Leave them encoded with --skip NAME, or allow it with --allow-lossy."
+    keep = "Leave these tensors encoded with --skip NAME, or allow infinite values with --allow-lossy."
     problems = []
     for step, (error, count) in errors.items():
         if step.action in CASTING and count:

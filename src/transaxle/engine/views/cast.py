@@ -184,7 +184,7 @@ def refuse_scales_alone(names: Iterable[str], catalog: Catalog) -> Iterator[Refu
     for name, entry in buffers.items():
         if may_be_codes(name, entry):
             codes_in[_module_name(name)].append(entry)
-    hint = "Leave it out with --skip NAME; if it is no scale, give its whole name with --only."
+    hint = "Omit the tensor with --skip NAME; if it is not a scale, give its whole name with --only."
     for name in names:
         stored, _, role = name.partition("\0")
         codes = next((e for e in _codes_around(stored, codes_in) if role or _may_scale(buffers[stored], e)), None)

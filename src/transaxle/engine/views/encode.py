@@ -94,7 +94,7 @@ linear layers.
 """
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
 """Names of additional logical tensors that are never quantized."""
-_WAY_OUT = "Leave it out with --skip, or name others with --only."
+_WAY_OUT = "Omit the tensor with --skip, or name other tensors with --only."
 
 
 class Encode(msgspec.Struct, frozen=True):

@@ -149,7 +149,7 @@ _SCALE = "scale"
 """Text that occurs in the name of every buffer that contains scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
 """Hint in refusals of buffers that do not fit their tensor."""
-_DECODE_HINT = "Choose a dialect that keeps these tensors apart, or decode them:  --decode bf16."
+_DECODE_HINT = "Choose a dialect that stores these tensors separately, or decode them:  --decode bf16."
 """Hint in refusals of tensors that would have to share one scale."""
 
 
@@ -258,7 +258,7 @@ def _with_hint(error: TransaxleError, container: Container) -> tuple[Refusal, ..
     names_codes = group(container.entries).refusals
     if names_codes or any(entry.dtype in SPEAKING for entry in container.entries.values()):
         return error.refusals
-    hint = "No tensor has codes: if that section is left over from before, remove it from {}."
+    hint = "No tensor has codes: if the quantization section is left over from an earlier state, remove it from {}."
     return tuple(
         refusal if refusal.hint == UNKNOWN_KEY else dataclasses.replace(refusal, hint=hint.format(refusal.where.file))
         for refusal in error.refusals
@@ -394,7 +394,7 @@ class _BufferFollower:
         if len(kinds) > 1:
             listed = " and ".join(f"{words} ({name})" for (words, *_), name in kinds.items())
             message = f"{target.rule}\nits parts are stored as {listed}"
-            hint = "Decode them with --decode (decode=), or choose a dialect that stores them apart."
+            hint = "Decode the tensors with --decode (decode=), or choose a dialect that stores them separately."
             raise refuse("DTYPE_MIXED", message, tensor=target.name, hint=hint)
         return self.catalog.encoded.get(names[0]) if names else None
 

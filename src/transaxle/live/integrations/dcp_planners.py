@@ -577,7 +577,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             stored = stored_items.get(name)
             where = Where(None, name)
             if stored is None and not self.allow_partial_load:
-                hint = "Use allow_partial_load=True to load the others."
+                hint = "Use allow_partial_load=True to load all other tensors."
                 problems.append(Refusal("MISSING_TENSOR", "the checkpoint has no tensor for it", where, hint))
             if not isinstance(value, torch.Tensor) or not isinstance(stored, TensorStorageMetadata):
                 continue

@@ -216,7 +216,9 @@ class TrainerCheckpoints:
             progress = text_beside(self._steps.place(name), _PROGRESS)
             if progress is None:
                 message = "this checkpoint was not saved by the callback: it has no progress of a Trainer"
-                raise refuse("INCOMPLETE", message, file=self._steps.place(name), hint="Load it with tx.load.")
+                raise refuse(
+                    "INCOMPLETE", message, file=self._steps.place(name), hint=("Load the checkpoint with tx.load.")
+                )
             unfinished = folder / f".{name}-{os.getpid()}"
             unfinished.mkdir(parents=True)
             try:
@@ -512,7 +514,7 @@ class AccelerateHooks:
             message = (
                 f"accelerate has {len(remaining)} models here, but another hook has left the weights of {len(weights)}"
             )
-            raise refuse("UNSUPPORTED", message, hint="Register AccelerateHooks before it.")
+            raise refuse("UNSUPPORTED", message, hint="Register AccelerateHooks before the other hook.")
         options = {"to": self._to, "optimizer": self._optimizer, "extra": self._extra, **self._options}
         if self._steps is not None:
             best, ticket = World(self._group).gather((self._steps.best, uuid.uuid4().hex))[0]
@@ -566,7 +568,7 @@ class AccelerateHooks:
             return
         if ticket is not None and ticket != own_ticket:
             message = f"{input_dir} was saved again, but the checkpoint here is still that of the save before"
-            hint = "Load another step: that save was not completed."
+            hint = "Load the checkpoint of another step: this save was not completed."
             raise refuse("INCOMPLETE", message, file=place, hint=hint)
 
     def keep_best(self, output_dir: PathLike | None) -> None:

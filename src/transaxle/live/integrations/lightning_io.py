@@ -156,7 +156,7 @@ def _check_sharded(trainer: Any) -> None:
         Refused: with code UNSUPPORTED, if the trainer has such an option.
     """
     if not getattr(trainer.strategy, _PARTS, True):
-        hint = "Leave it out: the result is the same, and whole weights are never in one place."
+        hint = "Omit this option: the result is the same, and no rank ever holds whole weights."
         raise refuse("UNSUPPORTED", "save_distributed_checkpoint=False gathers everything on one rank", hint=hint)
     if any(kind.__name__ == _AVERAGING for callback in trainer.callbacks for kind in type(callback).__mro__):
         hint = f"Train without {_AVERAGING}, or under DDP."
@@ -315,7 +315,7 @@ class LightningCheckpoints:
             trained = [each for group in optimizer.param_groups for each in group["params"]]
             if any(id(each) not in names for each in trained):
                 message = f"optimizer {number} trains a parameter that is none of the module's"
-                hint = "Make it an attribute of the module, so that a checkpoint has it."
+                hint = "Make the parameter an attribute of the module, so that checkpoints contain it."
                 raise refuse("UNSUPPORTED", message, hint=hint)
             entries[_OPTIMIZERS].append(_outline(state, [names[id(each)] for each in trained]))
         return entries
@@ -351,10 +351,10 @@ class LightningCheckpoints:
             return "", self._module
         if not changed_name:
             message = "on_save_checkpoint has changed the names of the weights"
-            hint = "Keep what belongs to the run under other keys of the checkpoint."
+            hint = "Store values that belong to the run under different keys of the checkpoint."
             raise refuse("UNSUPPORTED", message, hint=hint)
         message = "on_save_checkpoint (of the module or a callback) has put other values in its place"
-        hint = "Let it save with Lightning's own CheckpointIO; transaxle reads its files."
+        hint = "Save with Lightning's own CheckpointIO; transaxle can read its files."
         raise refuse("UNSUPPORTED", message, tensor=changed_name, hint=hint)
 
     def _own_weights(self) -> dict[str, Any]:
@@ -442,7 +442,9 @@ class LightningCheckpoints:
             return self._module.trainer
         except RuntimeError as error:
             message = "the module that LightningCheckpoints was given has no trainer"
-            raise refuse("UNSUPPORTED", message, hint="Give it the module that `fit` gets.") from error
+            raise refuse(
+                "UNSUPPORTED", message, hint=("Pass the module that `fit` gets to LightningCheckpoints.")
+            ) from error
 
     def _wait(self) -> None:
         if self._job is not None:

@@ -267,4 +267,4 @@ def _check_ours(folder: LocalFolder | RemoteFolder, shown: str) -> None:
     foreign = foreign_files(folder) if MANIFEST in folder.top() else [f"no {MANIFEST} there: the folder"]
     if foreign:
         message = f"nothing is deleted: {', '.join(foreign[:8])} belongs to no checkpoint that Transaxle wrote"
-        raise refuse("EXISTS", message, file=shown, hint="Move it elsewhere, or delete the folder by hand.")
+        raise refuse("EXISTS", message, file=shown, hint="Move the file elsewhere, or delete the folder by hand.")

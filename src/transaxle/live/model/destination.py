@@ -294,7 +294,7 @@ def decode_hint(stored: str, target: str, decode: str | None = None) -> str:
     if stored in PLAIN:
         return f'Use dtype="{option}" to cast the stored values to the parameter\'s dtype.'
     if option == decode:
-        return "These are codes without scales, which have no values."
+        return "The stored codes have no scales, so their values are unknown."
     return f'Use decode="{option}" to convert the stored tensor to the parameter\'s dtype.'
 
 

@@ -168,7 +168,10 @@ def _in_files(model: Any, names: Collection[str]) -> tuple[dict[str, torch.Tenso
     if not isinstance(active, str):
         return {}, [
             Refusal(
-                "AMBIGUOUS", f"several adapters are active: {active}", Where(), "Call set_adapter() with one of them."
+                "AMBIGUOUS",
+                f"several adapters are active: {active}",
+                Where(),
+                ("Call set_adapter() with the name of one adapter."),
             )
         ]
     state = model.state_dict(keep_vars=True)

@@ -147,7 +147,7 @@ _SHOWN = 3
 """Largest number of model names, and of source names, that an error lists."""
 _COMPARED, _LIKE = 8, 0.6
 """Largest number of names for which the closest match is suggested, and the lowest similarity of such a match."""
-_UNKNOWN_ROWS = "Nothing says which rows are padding: give config= with the vocab_size."
+_UNKNOWN_ROWS = "It is unknown which rows are padding: give a config= with the vocab_size."
 _OTHER_SIZES = "Build the model with the sizes that the source has."
 
 
@@ -350,7 +350,10 @@ def _show_both_sides(
     )
     unread = error.refusals[0].message
     message = f"model and source have no name in common\nmodel: {shown_of_model}\nsource: {shown_of_source}\n{unread}"
-    hint = "Is it the checkpoint of another model? If not, give family=, or a table of its names: tx.open(…, rules=…)."
+    hint = (
+        "Does the checkpoint belong to another model? If not, give family=, or a table of "
+        "tensor names: tx.open(…, rules=…)."
+    )
     return refuse(_UNREAD, message, file=checkpoint.path, hint=hint)
 
 
@@ -417,7 +420,7 @@ def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: 
             that the model does not have is only reported, and not refused.
         source: names that only the source has, as the source spells them.
     """
-    advice = "Use strict=False to load the others."
+    advice = "Use strict=False to load all other tensors."
     near = _closest(missing, (*unexpected, *source), "the source")
     lacking = [
         Refusal("MISSING_TENSOR", "the source has no tensor for it", Where(None, n), near.get(n, "") + advice)
@@ -450,5 +453,6 @@ def refuse_omitted(names: Iterable[str]) -> list[Refusal]:
     """Return a refusal for each parameter or buffer that the state dict omits, because a load cannot set it."""
     message = "its module leaves it out of state_dict, so load_state_dict cannot set it"
     return [
-        Refusal("MISSING_TENSOR", message, Where(None, n), "Use strict=False to leave it unchanged.") for n in names
+        Refusal("MISSING_TENSOR", message, Where(None, n), ("Use strict=False to leave this entry unchanged."))
+        for n in names
     ]

@@ -224,7 +224,7 @@ def _add(key: str, candidates: list[Any], grids: dict[str, torch.Tensor], proble
         same_cell = by_cell.setdefault(shard.cell, shard)
         if same_cell is not shard and same_cell.data.data_ptr() != shard.data.data_ptr():
             message = "two tensors of this rank are the same part of it"
-            problems.append(Refusal("NAME_COLLISION", message, Where(None, key), "Give each part once."))
+            problems.append(Refusal("NAME_COLLISION", message, Where(None, key), "Pass each shard only once."))
             return
     if not by_cell:
         return
@@ -261,7 +261,7 @@ _WITHOUT_SHARDS = (
     "Give the model itself, also under FSDP1; or build it with FullyShardedDataParallel(…, device_mesh=…): then its "
     "sharded state dict has DTensors."
 )
-_PLAIN_ONLY = "This module keeps its values in extra state: load and save the model before it is quantized."
+_PLAIN_ONLY = "This module stores its values in extra state: load and save the model before it is quantized."
 _KINDS = "biufc"
 """Codes (`dtype.kind`) of the numpy dtypes that `torch.from_numpy` accepts."""
 _LISTED = 4
@@ -424,7 +424,7 @@ def _with_shards(
     """
     if not sharded:
         message = "only tx.load, tx.save and tx.async_save take the sharded state dict of a Megatron model"
-        raise refuse("UNSUPPORTED", message, hint="Save it, and work with the checkpoint.")
+        raise refuse("UNSUPPORTED", message, hint="Save the state, and work with the checkpoint.")
     megatron = megatron_state(of_megatron)
     colliding = [name for name in megatron.grids if name in tensors or name in non_tensors]
     message = "an entry has this name, and a sharded tensor has it as its key"

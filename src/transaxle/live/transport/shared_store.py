@@ -60,7 +60,7 @@ _MOMENT = 0.01
 """Seconds to sleep while the store is shut down, and between two requests of a rank that waits for a key."""
 _AGAIN = 0.1
 """Seconds between two attempts to connect to rank number 0."""
-_THERE = "Is the process with number 0 running, and can this machine reach it?"
+_THERE = "Is the process of rank number 0 running, and can this machine reach it?"
 _OTHER = "Give the same secret to all ranks of all jobs."
 
 
@@ -175,7 +175,7 @@ class StoreServer:
             self._socket = _listener(host, port)
         except OSError as error:
             message = f"cannot listen at {host or 'any address'}:{port}: {error.strerror or error}"
-            hint = "Give an address of the machine of number 0, with a free port."
+            hint = "Give an address of the machine of rank number 0, with a free port."
             raise refuse("IO", message, hint=hint) from error
         self.port: int = self._socket.getsockname()[1]
         """TCP port at which the server listens."""
@@ -383,7 +383,7 @@ class SharedStore(Store):
         """Exchange proofs of the secret with the server; return the `_Seal`s for sent and for received messages."""
         if self._exactly(len(_HELLO)) != _HELLO:
             message = f"the server at {self._where} is no meeting of this version of transaxle"
-            raise refuse("UNSUPPORTED", message, hint="Give a port that no other program has.")
+            raise refuse("UNSUPPORTED", message, hint="Give a port that no other program uses.")
         first, second = self._exactly(_NONCE), secrets.token_bytes(_NONCE)
         self._socket.sendall(second + _code(secret, _COMES, first, second))
         knows = self._exactly(1) == b"\1"
@@ -396,7 +396,9 @@ class SharedStore(Store):
         problem = self._exchange(rank).decode()
         if problem:
             raise refuse(
-                "AMBIGUOUS", problem, hint="Give the same size and backend everywhere, and each rank its number."
+                "AMBIGUOUS",
+                problem,
+                hint=("Pass the same size and backend on all ranks, and a different number on each rank."),
             )
 
     def _exactly(self, size: int) -> bytes:
