@@ -523,7 +523,8 @@ def _ways_out(types: Sequence[str]) -> str:
     keep_names_line = "To keep its names:  --to safetensors:identity  (or dcp:identity and so on)"
     if not types:
         config = (
-            "Tensor names identify few families. To name yours:  --config FILE  (its config.json), or --family NAME"
+            "Tensor names identify few families. To name the family:  --config FILE  (the model's config.json), "
+            "or --family NAME"
         )
         return f"{config}\n{keep_names_line}\nTo add a table:  --rules FILE"
     name = re.sub(r"\W", "_", types[0])
