@@ -30,10 +30,10 @@ from transaxle.formats.registry import join_names
     ),
     help="""Check a checkpoint against its manifest, or compare two checkpoints.
 
-    Exits with 0 if everything matches and with 1 if not. With A alone: reads every file, and every copy of every
-    tensor, and compares hashes with those recorded in transaxle.json, or, for a single file, in the file itself. If
-    neither is there, only the structure, and checksums of the format, are checked. With A and B: compares their
-    tensors bit by bit, whatever the dialect and files of each.""",
+    Exits with 0 if everything matches and with 1 if not. With A alone: reads every file and every copy of every tensor,
+    and compares their hashes with the hashes recorded in transaxle.json or, for a single file, in the file itself. If
+    no hashes are recorded, only the structure of the files and the checksums of their format are checked. With A and B:
+    compares the tensors of both checkpoints bit by bit, whatever the dialect and files of each checkpoint.""",
 )
 @click.argument("a", type=click.Path(readable=False))
 @click.argument("b", type=click.Path(readable=False), required=False)
@@ -133,7 +133,7 @@ _UNCOMPARED = _ONE_SIDED | {"encoding"}
     square of the difference, and the norm of the difference divided by the norm of B's tensor are printed.
 
     --report FILE compares values as well, and writes an HTML page: where in the model the two differ, by how much, the
-    tensors that differ most, and the names that only one of them has.""",
+    tensors that differ most, and the tensor names that only one checkpoint has.""",
 )
 @click.argument("a", type=click.Path(readable=False))
 @click.argument("b", type=click.Path(readable=False))

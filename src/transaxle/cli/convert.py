@@ -175,20 +175,22 @@ _EXTRA = "._extra_state"
     .pth or .bin. DST must not exist unless you give --overwrite or --resume, and it appears only when it is complete.
     Every reason against the conversion is listed before the first byte is written.
 
-    Quantized tensors keep their codes and scales. --decode turns them into plain tensors, --encode quantizes plain
-    ones, --dtype casts plain ones, and --merge adds the changes of a LoRA adapter to the weights. The report then lists
-    every tensor whose values changed, with its largest and its RMS error. Finite values that would become infinite are
-    refused; --allow-lossy allows them.
+    Quantized tensors keep their codes and scales. --decode turns quantized tensors into plain tensors, --encode
+    quantizes plain tensors, --dtype casts plain tensors, and --merge adds the changes of a LoRA adapter to the weights.
+    The report then lists every tensor whose values changed, with its largest and its RMS error. Finite values that
+    would become infinite are refused; --allow-lossy allows them.
 
     --overwrite replaces a checkpoint and nothing else: if the folder at DST also holds files that belong to no
-    checkpoint (notes, adapters, a repository), the conversion is refused and lists them. --overwrite=everything
-    deletes them too.
+    checkpoint (notes, adapters, a repository), the conversion is refused, and the error lists these files.
+    --overwrite=everything deletes such files too.
 
-    --resume keeps finished work if it is interrupted, and continues it. If there is nothing to continue it starts from
-    the beginning. Unfinished work with other options or from another source is refused, and left as it is. Without
-    --resume unfinished work beside DST is refused, too: `transaxle clean` removes it, or --overwrite.
+    With --resume, an interrupted conversion keeps its finished work, and the same command continues the conversion. If
+    there is no unfinished work, the conversion starts from the beginning. Unfinished work of a conversion with
+    different options or a different source is refused, and left unchanged. Without --resume, unfinished work beside DST
+    is refused too; `transaxle clean` or --overwrite removes such work.
 
-    --report FILE writes an HTML page of the conversion, or, if it is refused, of every reason against it.""",
+    --report FILE writes an HTML page about the conversion or, if the conversion is refused, about every reason against
+    it.""",
 )
 @click.argument("src", type=click.Path(readable=False))
 @click.argument("dst", type=click.Path(readable=False))
@@ -316,18 +318,19 @@ _OF_REFIT = frozenset({
     help="""Show what a conversion would do, without writing anything.
 
     Prints, rule by rule, which axes move between names and shapes, how many bytes are read and written, and every
-    reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
-    with 0 if the conversion can run, and otherwise with the exit code that convert would return.
+    reason against the conversion: in the tensors, in the files of SRC, and at DST. Accepts the options of convert.
+    Exits with 0 if the conversion can run, and otherwise with the exit code that convert would return.
 
     --report FILE also writes the plan as an HTML page: which tensors become which, and how axes move.
 
     --write PLAN also writes the plan into a file, divided into items for any number of processes: see `transaxle work
-    --help`. They must see SRC and DST under the same paths.
+    --help`. These processes must find SRC and DST under the same paths.
 
-    With --mesh, given twice, it shows instead how many bytes a refit of live weights (`tx.Refit`) would send between
-    which ranks, from a config.json alone: SRC is then the dialect of the trainer, DST that of the engine, and --to is
-    omitted. The mesh of a trainer has the dims replicate, pp, fsdp, ep, tp, outermost first (expert_dim=1: FSDP shards
-    experts along dim 1); that of vllm has replicas, dp, pp, tp, and ep=N if its ranks distribute the experts.""",
+    If --mesh is given twice, the command shows instead how many bytes a refit of live weights (`tx.Refit`)
+    would send between which ranks, from a config.json alone: SRC is then the dialect of the trainer, DST that
+    of the engine, and --to is omitted. The mesh of a trainer has the dims replicate, pp, fsdp, ep, tp,
+    outermost first (expert_dim=1: FSDP shards experts along dim 1); that of vllm has replicas, dp, pp, tp, and
+    ep=N if its ranks distribute the experts.""",
 )
 @click.option(
     "--mesh",

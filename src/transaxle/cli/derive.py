@@ -54,8 +54,8 @@ pattern.
     help="""Derive a table from a converter.
 
     SOURCE is a model type of transformers, a config.json or a folder with one: the installed transformers saves tiny
-    models with numbered elements, and the table follows from where each number went. It is checked on a config with
-    other sizes before it is printed.
+    models with numbered elements, and the table follows from the new place of each number. The table is checked on a
+    config with different sizes before it is printed.
 
     Or SOURCE is a pair of folders: a checkpoint with numbered elements (--number makes one), and the result of your
     converter for it. Several pairs, of models of different sizes, show which sizes depend on each other.

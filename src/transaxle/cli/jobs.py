@@ -48,12 +48,12 @@ def _numbers(_ctx: click.Context, _param: click.Parameter, typed: str | None) ->
     help="""Carry out a conversion in parts, by any number of processes.
 
     PLAN is the file that `transaxle plan --write PLAN` wrote. --begin creates the target's files in a hidden folder
-    beside it; it can be repeated, and keeps finished items. --items does some of the items, in this process; it can run
-    many times at once, on all machines that have the source and the target's folder under the same paths. A finished
-    item is not done again, and an item whose worker was killed is done by the next worker. --commit writes the index
-    and the manifest, and moves the complete checkpoint to its place; it is refused if an item is missing, if a worker
-    is still running, or if the source has changed since the plan was made. Without any of these options, this process
-    does all items, one after the other, and commits.
+    beside the target; --begin can be repeated, and keeps finished items. --items does some of the items of the plan in
+    this process; many such processes can run at the same time, on all machines that have the source and the target's
+    folder under the same paths. A finished item is not done again, and an item whose worker was killed is done by the
+    next worker. --commit writes the index and the manifest, and gives the complete checkpoint its final name; --commit
+    is refused if an item is missing, if a worker is still running, or if the source has changed since the plan was
+    made. Without any of these options, this process does all items, one after the other, and commits.
 
     In a Slurm array:  sbatch --array=0-99 --wrap 'transaxle work PLAN --items $SLURM_ARRAY_TASK_ID'""",
 )

@@ -29,10 +29,10 @@ from transaxle.reports.reporting import write_report
     help="""Write a report of a checkpoint: one HTML file to look at in a browser.
 
     SRC is a folder or a file. The page shows where the bytes are, by tensor, layer and expert; the layout in the
-    notation of tables; dtypes, encodings, files and ties; and anything unusual. It loads nothing from the network. Only
-    headers are read, unless you give --values: then every tensor is read once, and the page shows minimum, maximum,
-    mean and RMS, zeros, NaN and infinite values, and channels that stand out. A refused checkpoint gets a page too,
-    with every reason; the exit code is then 3. Needs Jinja2 (pip install jinja2).""",
+    notation of tables; dtypes, encodings, files and ties; and anything unusual. The page loads nothing from the
+    network. Only headers are read, unless you give --values: then every tensor is read once, and the page shows
+    minimum, maximum, mean and RMS, zeros, NaN and infinite values, and channels that stand out. A refused checkpoint
+    gets a page too, with every reason; the exit code is then 3. Needs Jinja2 (pip install jinja2).""",
 )
 @click.argument("src", type=click.Path(readable=False))
 @click.option(
