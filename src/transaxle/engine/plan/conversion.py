@@ -640,7 +640,7 @@ _OTHER_ENDS = (
     ".ptd", ".pte", ".rten", ".tensors", ".tmp", ".torch", ".torchscript", ".txt", ".weights", ".yaml", ".yml",
     ".zarr",
 )  # fmt: skip
-_PLACE = "This looks like a path: the target path is the second argument, and --to names the format to write."
+_PLACE = "This looks like a path: the target path is the second argument, and --to is the format to write."
 _RENAME = "Rename one of the two tensors in the source."
 
 
