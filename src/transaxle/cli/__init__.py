@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         gc.set_threshold(*thresholds)
         if arguments is None:
-            # The process ends here, without the usual shutdown of the interpreter. The usual shutdown would run two
+            # The process ends here, without the usual shutdown of the interpreter. That shutdown would run two
             # garbage collections, which take 0.05 s even after the imports alone.
             gc.freeze()
 

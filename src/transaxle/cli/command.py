@@ -409,7 +409,7 @@ def non_default_options(options: Mapping[str, Any], names: Iterable[str] | None 
 
     Args:
         options: option name -> value.
-        names: names of the options to consider; None: all options.
+        names: names of the options to consider; None means all options.
     """
     chosen = options if names is None else select(options, names)
     return {name: value for name, value in chosen.items() if value != OPTIONS[name].default}

@@ -499,7 +499,7 @@ class _GatheredFile:
         self._rows = RowMajorBytes(source.container.storage, source.transfers(target))
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `VirtualFile`."""
+        """Copy bytes of the tensor into `view`; see `VirtualFile`."""
         out = view.cast("B")
         out[:] = self._rows.read(offset, offset + len(out)).data
 

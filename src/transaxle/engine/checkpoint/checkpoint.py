@@ -157,7 +157,7 @@ class Checkpoint(TensorSet):
         """Family and dialect of the stored tensor names.
 
         Raises:
-            UsageError: UNKNOWN_FAMILY if no family reads the names; AMBIGUOUS if several do.
+            UsageError: with UNKNOWN_FAMILY if no table reads the names; with AMBIGUOUS if several do.
         """
         return self.stored_names.reading
 
@@ -186,7 +186,7 @@ class Checkpoint(TensorSet):
         return None if reading is None else reading.dialect.label
 
     def _reading_or_none(self) -> Reading | None:
-        """Return family and dialect of the tensor names; None if neither a table nor the user tells."""
+        """Return family and dialect of the tensor names; None if no table and no user states them."""
         reading = self.stored_names.reading_or_error
         if not isinstance(reading, TransaxleError):
             return reading
@@ -383,7 +383,7 @@ class Checkpoint(TensorSet):
 
         Raises:
             Refused: encoded tensors whose buffers cannot be matched, or codes whose scales are unknown.
-            UsageError: AMBIGUOUS for an unknown type, if no tensor is plain, and for a pattern that matches no tensor.
+            UsageError: with AMBIGUOUS if the dtype is unknown, no tensor is plain, or a pattern matches nothing.
         """
         from transaxle.engine.views.cast import cast_to, precise_names
 
