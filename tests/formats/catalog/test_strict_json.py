@@ -105,18 +105,13 @@ def test_another_form_is_refused() -> None:
 _READ_ELSEWHERE = {
     "engine/checkpoint/manifest.py": "the text must be what is written of what was read",
     "engine/distribute/work_plan.py": "the same",
-    "engine/distribute/work_place.py": "what one process tells its workers",
-    "families/__init__.py": "shipped",
-    "families.py": "shipped",
-    "formats/storage/storage.py": "this",
-    "formats/safetensors.py": "counts keys",
-    "formats/shards.py": "counts keys",
-    "move/journal.py": "our own, with checksums",
-    "nn/checkpoint_layouts.py": "what one rank tells the others",
-    "parallel/tensor_parallel.py": "shipped",
+    "engine/distribute/work_place.py": "what one process tells its workers", "families/__init__.py": "shipped",
+    "families.py": "shipped", "formats/storage/storage.py": "this", "formats/safetensors.py": "counts keys",
+    "formats/shards.py": "counts keys", "move/journal.py": "our own, with checksums",
+    "nn/checkpoint_layouts.py": "what one rank tells the others", "parallel/tensor_parallel.py": "shipped",
     "refit/vllm_refit.py": "answers of an engine, which name no tensors",
     "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",
-}
+}  # fmt: skip
 """Modules that may decode JSON by themselves, and why."""
 
 

@@ -68,9 +68,7 @@ def test_any_boxes(case: tuple[Shape, list[ChunkBox]]) -> None:
 
 
 @given(a_tiling(), st.data())
-def test_a_tiling_is_found_to_be_one_and_nothing_close_to_it(
-    case: tuple[Shape, list[ChunkBox]], data: st.DataObject
-) -> None:
+def test_a_tiling_is_one_and_nothing_close_to_it(case: tuple[Shape, list[ChunkBox]], data: st.DataObject) -> None:
     shape, boxes = case
     assert flaw(shape, boxes) is None
     at = data.draw(st.integers(0, len(boxes) - 1))

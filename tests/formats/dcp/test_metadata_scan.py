@@ -166,9 +166,7 @@ def test_the_scan_reads_what_torch_and_megatron_write(
 
 
 @pytest.mark.parametrize("objects", [False, True])
-def test_items_have_the_chunks_that_were_described(
-    objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_items_have_the_described_chunks(objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items, refusals = both(tmp_path, monkeypatch, pickle.dumps(torch_metadata(objects=objects), 4))
     assert not refusals
     assert items is not None
@@ -201,9 +199,7 @@ def test_the_scan_reads_what_we_write(with_paths: bool, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_scan_reads_what_ranks_saved(
-    world: int, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scans_of_what_ranks_saved(world: int, saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in saved(world).rglob("*" + METADATA):
         both(tmp_path, monkeypatch, file.read_bytes(), scanned=True)
 
@@ -272,9 +268,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", CHANGES)
-def test_oddities_are_reported_as_by_the_interpreter(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oddities_are_told_as_by_the_interpreter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, is_refused = CHANGES[name]
     made = torch_metadata()
     change(made)
@@ -296,9 +290,7 @@ def test_a_key_twice(objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("seed", range(8))
-def test_damaged_pickles_are_read_or_refused_as_by_the_interpreter(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interpreter_agrees_on_damaged_pickles(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = random.Random(seed)
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "MODEL", dict(list(MODEL.items())[:75]))

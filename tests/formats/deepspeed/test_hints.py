@@ -28,14 +28,10 @@ from tests.formats.deepspeed.made import STATES, STEPS, save, state_of  # noqa: 
 pytestmark = pytest.mark.peers
 WORDS, PADDED = 13, 16
 SHAPES = {
-    "embed.weight": (PADDED, 4),
-    "layers.0.qkv.weight": (32, 4),
-    "layers.0.dense.weight": (4, 8),
-    "layers.0.gate_up.weight": (16, 4),
-    "layers.0.gate_up.bias": (16,),
-    "layers.0.norm.weight": (4,),
+    "embed.weight": (PADDED, 4), "layers.0.qkv.weight": (32, 4), "layers.0.dense.weight": (4, 8),
+    "layers.0.gate_up.weight": (16, 4), "layers.0.gate_up.bias": (16,), "layers.0.norm.weight": (4,),
     "layers.0.out.bias": (4,),
-}
+}  # fmt: skip
 PARTS = {"layers.0.qkv.weight": (16, 8, 8), "layers.0.gate_up.weight": (8, 8), "layers.0.gate_up.bias": (8, 8)}
 ROW = ("layers.0.dense.weight",)
 SHARED = ("layers.0.norm.weight", "layers.0.out.bias")

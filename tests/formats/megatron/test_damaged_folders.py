@@ -148,9 +148,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_an_optimizer_that_cannot_be_read_is_refused_where_it_is_wanted(
-    case: Case, folder: Path, tmp_path: Path
-) -> None:
+def test_an_optimizer_that_cannot_be_read_is_refused_where_wanted(case: Case, folder: Path, tmp_path: Path) -> None:
     case.damage(folder)
     for to, optimizer in (("safetensors", None), ("dcp", True), ("safetensors", True)):
         with pytest.raises(Refused) as caught:

@@ -21,19 +21,10 @@ from tests.oracles import hub
 from transaxle.errors import Refused
 
 SIZES = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "mlp_only_layers": [1],
-    "vocab_size": 50,
-}
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 20,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 3, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12, "mlp_only_layers": [1], "vocab_size": 50,
+}  # fmt: skip
 ARGS = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6,
         "ffn_hidden_size": 20, "num_experts": 3, "moe_ffn_hidden_size": 12, "moe_layer_freq": [1, 0], "vocab_size": 50,
         "untie_embeddings_and_output_weights": True, "consumed_train_samples": 56}  # fmt: skip

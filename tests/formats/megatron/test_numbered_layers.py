@@ -17,22 +17,11 @@ import transaxle as tx
 from tests.oracles import hub
 
 SIZES = {
-    "model_type": "glm4_moe",
-    "num_hidden_layers": 2,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 0,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "vocab_size": 50,
-    "tie_word_embeddings": False,
-}
+    "model_type": "glm4_moe", "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "first_k_dense_replace": 0,
+    "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "vocab_size": 50, "tie_word_embeddings": False,
+}  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 
 

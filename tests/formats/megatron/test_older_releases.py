@@ -105,7 +105,7 @@ def _run(version: str, hubs: Hubs, written: Path, folder: Path) -> tuple[Path, d
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("version", "form", "shape"), SAVED, ids=str)
-def test_moments_and_full_precision_are_those_of_the_step(
+def test_moments_and_copies_are_those_of_the_step(
     version: str, form: str | None, shape: str, hubs: Hubs, release: Release, tmp_path: Path
 ) -> None:
     folder, failed = release(version)

@@ -48,9 +48,7 @@ pytestmark = pytest.mark.peers
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS.keys())
-def test_moments_and_full_precision_are_those_of_the_step(
-    job: Job, hubs: Hubs, trained: Trained, tmp_path: Path
-) -> None:
+def test_moments_and_copies_are_those_of_the_step(job: Job, hubs: Hubs, trained: Trained, tmp_path: Path) -> None:
     tx.convert(trained(job), tmp_path / "out", to="hf", config=hubs[job.model] / "config.json", optimizer=True)
     weights, state = load_file(tmp_path / "out" / hub.WEIGHTS), _state(tmp_path / "out")
     expected = after_a_step(load_file(hubs[job.model] / hub.WEIGHTS))
@@ -100,9 +98,7 @@ def test_training_moves_to_other_formats(to: str, job: Job, hubs: Hubs, trained:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.form == "fully_reshardable"])
-def test_by_way_of_the_hub_megatron_gets_the_state_that_it_saved(
-    name: str, hubs: Hubs, trained: Trained, tmp_path: Path
-) -> None:
+def test_by_way_of_the_hub_megatron_gets_what_it_saved(name: str, hubs: Hubs, trained: Trained, tmp_path: Path) -> None:
     job = JOBS[name]
     tx.convert(trained(job), tmp_path / "hub", to="hf", config=hubs[job.model] / "config.json", optimizer=True)
     tx.convert(tmp_path / "hub", tmp_path / "back", to="torch_dist")

@@ -22,15 +22,9 @@ from transaxle.errors import Code, TransaxleError
 TRACKER, METADATA, COMMON, BACKEND = "latest_checkpointed_iteration.txt", ".metadata", "common.pt", "metadata.json"
 RELEASE = "release"
 SIZES = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 50,
-}
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 50,
+}  # fmt: skip
 Damage = Callable[[Path], object]
 TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
@@ -95,9 +89,7 @@ RUNS: dict[str, tuple[Damage, Code, str]] = {
 
 
 @pytest.mark.parametrize(("damage", "code", "said"), RUNS.values(), ids=RUNS.keys())
-def test_a_run_that_is_not_whole(
-    damage: Damage, code: Code, said: str, run: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_broken_runs(damage: Damage, code: Code, said: str, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(run[0], tmp_path / "run"))
     damage(folder)
     with refuses(code, exit_code=3) as caught:

@@ -25,19 +25,10 @@ from transaxle.errors import Refused, UsageError
 from transaxle.formats.megatron.run_arguments import UnreadableSettingsError, arguments_of, read_settings
 
 SIZES = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "mlp_only_layers": [],
-    "vocab_size": 50,
-}
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 20,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12, "mlp_only_layers": [], "vocab_size": 50,
+}  # fmt: skip
 MODEL = """\
   _target_: megatron.bridge.models.gpt_provider.GPTModelProvider
   activation_func:

@@ -28,16 +28,9 @@ from tests.oracles import hub
 from transaxle.errors import Refused
 
 _SIZES = {
-    "num_hidden_layers": 4,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "vocab_size": 50,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-}
+    "num_hidden_layers": 4, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 50, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "model_type": "llama"},

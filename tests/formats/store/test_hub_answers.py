@@ -77,9 +77,7 @@ def test_redirects_that_are_refused(before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["/revision/", "/tree/", "/resolve/", "/api/resolve-cache/"])
-def test_a_redirect_to_another_host_goes_without_the_token(
-    hub: Hub, local: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_other_hosts_do_not_get_the_token(hub: Hub, local: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
     def meddle(handler: Handler) -> bool:
@@ -202,9 +200,7 @@ FAILURES: dict[str, Callable[[Handler], object]] = {
 @pytest.mark.oracle
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("host", ["hub", "large"])
-def test_what_fails_for_a_moment_is_asked_again(
-    hub: Hub, local: Path, waits: list[float], host: str, failure: str
-) -> None:
+def test_what_fails_a_moment_is_asked_again(hub: Hub, local: Path, waits: list[float], host: str, failure: str) -> None:
     failed: dict[tuple[str, str], int] = {}
 
     def meddle(handler: Handler) -> bool:

@@ -57,9 +57,7 @@ def refused(read: Callable[[], object]) -> TransaxleError:
     return caught.value
 
 
-def test_a_tag_is_the_same_with_quotation_marks(
-    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tag_is_the_same_in_quotation_marks(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Azure's client gives tags in them, but not in listings."""
     local = tiny(tmp_path / "local", shards=3)
     url = upload(local, memory, "ck")
@@ -370,9 +368,7 @@ def test_a_signed_url(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("redirects", "IO", "TooManyRedirects"),
     ],
 )
-def test_a_web_server_that_lies_is_refused(
-    web: str, lie: str, code: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lying_server_is_refused(web: str, lie: str, code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a reason, in bounded memory, and without waiting forever."""
     monkeypatch.setattr(_Web, "lie", lie)
 

@@ -145,9 +145,7 @@ def test_two_that_begin_at_the_same_time(bucket: Bucket, tmp_path: Path, monkeyp
     assert bucket.uploads() == []
 
 
-def test_a_refusal_of_what_was_carried_out_is_none(
-    run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_refusal_of_what_was_done_is_none(run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
     """The first answer is lost, the client asks again, and finds its own file there."""
     proxy.answers = once = First(1, appears, lambda exchange: exchange.answer(412, "PreconditionFailed"))
     source = checkpoint(tmp_path / "own", 2)
@@ -186,9 +184,7 @@ def test_a_conflict_after_which_the_upload_is_gone_says_to_begin_again(
     assert contents(bucket) == {}
 
 
-def test_a_file_without_bytes_is_not_replaced_either(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_bytes_is_not_replaced(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no parts, so it is put there in one step."""
     source, make_way = checkpoint(tmp_path / "own", 2), Upload.make_way
     streamed(source, f"{bucket.url}/first", empty=0)
@@ -276,9 +272,7 @@ def test_an_error_in_an_answer_of_success_that_stays_is_one(
     assert bucket.names() == hidden(bucket) == []
 
 
-def test_a_part_with_another_tag_is_never_put_together(
-    run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_part_of_another_tag_is_never_joined(run: Write, bucket: Bucket, proxy: FaultyProxy, tmp_path: Path) -> None:
     def other_tag(exchange: Exchange) -> None:
         exchange.answered = {name: value for name, value in exchange.answered.items() if name.lower() != "etag"}
         exchange.answered["ETag"] = f'"{"0" * 32}"'

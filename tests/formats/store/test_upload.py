@@ -371,9 +371,7 @@ def ready(store: Store, data: bytes, *, overwrite: bool) -> Upload:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_two_that_write_to_one_place_do_not_both_succeed(
-    store: Store, mixed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_in_one_place_one_succeeds(store: Store, mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no lock, but each looks at the end whether its files are still its own; the other's are left alone."""
     first, second = ready(store, b"first", overwrite=True), ready(store, b"second", overwrite=True)
     compare = Upload._compare

@@ -59,30 +59,13 @@ def archive(records: Sequence[Record], *, end: Numbers | None = None, tail: byte
         name = record.local_name if record.local_name is not None else record.path
         out += struct.pack("<4sHHHHHIIIHH", b"PK\3\4", *record.fields(record.local), len(name), len(record.local_extra))
         out += name + record.local_extra + record.data + record.after
-        header = record.central.get("header", at)
-        directory += struct.pack(
-            "<4sHHHHHHIIIHHHHHII",
-            b"PK\1\2",
-            0,
-            *record.fields({key: value for key, value in record.central.items() if key not in ("header", "disk")}),
-            len(record.path),
-            len(record.central_extra),
-            len(record.comment),
-            record.central.get("disk", 0),
-            0,
-            0,
-            header,
-        )
+        numbers = record.fields({key: value for key, value in record.central.items() if key not in ("header", "disk")})
+        sizes = len(record.path), len(record.central_extra), len(record.comment)
+        places = record.central.get("disk", 0), 0, 0, record.central.get("header", at)
+        directory += struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 0, *numbers, *sizes, *places)
         directory += record.path + record.central_extra + record.comment
-    said = {
-        "disk": 0,
-        "first": 0,
-        "here": len(records),
-        "count": len(records),
-        "size": len(directory),
-        "begin": len(out),
-    }
-    said |= {"comment": 0, **(end or {})}
+    counts = {"disk": 0, "first": 0, "here": len(records), "count": len(records)}
+    said = {**counts, "size": len(directory), "begin": len(out), "comment": 0, **(end or {})}
     return bytes(out + directory + wide + struct.pack("<4sHHHHIIH", b"PK\5\6", *said.values()) + tail)
 
 

@@ -176,9 +176,10 @@ def test_every_cut(tmp_path: Path) -> None:
 def test_a_good_archive_is_read(tmp_path: Path) -> None:
     container = opened(tmp_path, saved(GOOD, {"0": bytes(range(16))}))
     assert octets(container, "w") == bytes(range(16))
-    assert [checksum.what for checksum in container.checksums] == [
-        "record data.pkl", "record byteorder", "record version", "record data/0",
+    assert [checksum.what.removeprefix("record ") for checksum in container.checksums] == [
+        "data.pkl", "byteorder", "version", "data/0",
     ]  # fmt: skip
+    assert list(opened(tmp_path, wide()).entries) == ["w"]  # with a zip64 end record
 
 
 def test_other_writers_of_zip(tmp_path: Path) -> None:
@@ -206,10 +207,6 @@ class _Unseekable(io.RawIOBase):
         return self._file.write(data)
 
 
-def test_the_zip64_end_record(tmp_path: Path) -> None:
-    assert list(opened(tmp_path, wide()).entries) == ["w"]
-
-
 def test_zero_checksums(tmp_path: Path) -> None:
     """torch can be told to take none."""
     zero = {"crc32": 0}
@@ -224,7 +221,6 @@ LAYOUTS: dict[str, Sequence[int]] = {
     "a record of just less": (2**32 - 2, 8),
     "a record of 4 GiB less one": (2**32 - 1, 8),
     "the directory beyond 4 GiB": (2 * GIB, 2 * GIB),
-    "everything": (5 * GIB, 5 * GIB, 8),
 }
 
 
@@ -385,31 +381,21 @@ def test_pickles_of_any_length(tmp_path: Path, size: int) -> None:
     assert container.metadata == {"left_behind": {"note": "str"}}
 
 
-@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("protocol", range(1, 6))
 def test_every_protocol(tmp_path: Path, protocol: int) -> None:
-    what = {"w": torch.arange(5.0), "u": torch.arange(4, dtype=torch.uint8)}
-    torch.save(what, tmp_path / FILE, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
-    container = opened(tmp_path, (tmp_path / FILE).read_bytes())
-    assert octets(container, "w") == what["w"].numpy().tobytes()
-    torch.save(what, tmp_path / FILE, pickle_protocol=protocol)
-    assert octets(opened(tmp_path, (tmp_path / FILE).read_bytes()), "u") == bytes(range(4))
-
-
-def test_numbers_as_text(tmp_path: Path) -> None:
     """Protocol 1 has no steps for large integers and for truth."""
-    what = {"u": torch.arange(4, dtype=torch.uint8), "seed": 1 << 70, "done": True}
-    torch.save(what, tmp_path / FILE, pickle_protocol=1)
-    assert octets(opened(tmp_path, (tmp_path / FILE).read_bytes()), "u") == bytes(range(4))
+    what = {"w": torch.arange(5.0), "u": torch.arange(4, dtype=torch.uint8), "seed": 1 << 70, "done": True}
+    for form in (True, False) if protocol > 1 else (True,):
+        torch.save(what, tmp_path / FILE, _use_new_zipfile_serialization=form, pickle_protocol=protocol)
+        container = opened(tmp_path, (tmp_path / FILE).read_bytes())
+        assert octets(container, "w") == torch.arange(5.0).numpy().tobytes()
+        assert octets(container, "u") == bytes(range(4))
 
 
 # Storages and views: what the pickle says of them, and what the file has.
 
 FLOATS = StorageType(DType("float32"))
 TERABYTE = 1 << 40
-
-
-def rebuilt(function: str, *args: Any) -> Object:
-    return Object(Global("torch._utils", function), args)
 
 
 STORAGES: dict[str, tuple[Any, Code, str]] = {
@@ -455,14 +441,6 @@ STORAGES: dict[str, tuple[Any, Code, str]] = {
     "no storage": ([view(), view(5)], "UNSUPPORTED", "inside another pickle"),
     "a pickled storage": (
         [view(), view(Object(Global("torch.storage", "_load_from_bytes"), (b"",)))], "UNSUPPORTED", "pickle"),
-    "a conjugated view": (view(flags=("conj",)), "UNSUPPORTED", "conj"),
-    "a negated view": (view(flags=("neg",)), "UNSUPPORTED", "neg"),
-    "a sparse tensor": (rebuilt("_rebuild_sparse_tensor", view()), "UNSUPPORTED", "sparse"),
-    "a quantized tensor": (rebuilt("_rebuild_qtensor", view()), "UNSUPPORTED", "quantized"),
-    "a nested tensor": (rebuilt("_rebuild_nested_tensor", view()), "UNSUPPORTED", "nested"),
-    "a meta tensor": (rebuilt("_rebuild_meta_tensor_no_storage", view()), "UNSUPPORTED", "meta"),
-    "a parameter without values": (
-        [view(), Object(Global("torch.nn.parameter", "UninitializedParameter"))], "UNSUPPORTED", "without values"),
     "a subclass": (Object(Global("torch._tensor", "_rebuild_from_type_v2"),
         (Global("torch._utils", "_rebuild_tensor_v2"), Global("torch.distributed.tensor", "DTensor"),
         (storage(), 0, (4,), (1,), False, OrderedMap()), {})), "UNSUPPORTED", "one rank's part"),
@@ -491,9 +469,6 @@ def test_every_wrong_view_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError) as caught:
         opened(tmp_path, saved({"a": view(shape=(5,)), "b": view(), "c": view(flags=("conj",))}))
     assert [(one.code, one.where.tensor) for one in caught.value.refusals] == [("CORRUPT", "a"), ("UNSUPPORTED", "c")]
-
-
-def test_nothing_to_read(tmp_path: Path) -> None:
     with refuses("UNSUPPORTED", "neither tensors"):
         opened(tmp_path, saved("text", {}))
 

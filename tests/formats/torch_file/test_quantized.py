@@ -107,11 +107,8 @@ CODES = {FLOAT8: "data", MXFP8: "rowwise_data", BLOCKWISE: "rowwise_data", NVFP4
 GRIDS = {FLOAT8: (1,), MXFP8: (32, 2), BLOCKWISE: (2, 2), NVFP4: (20, 3)}
 SCALES = {FLOAT8: "scale_inv", **dict.fromkeys((MXFP8, BLOCKWISE, NVFP4), "rowwise_scale_inv")}
 TYPES = {
-    FLOAT8: ("F8_E4M3", "F32"),
-    MXFP8: ("F8_E4M3", "F8_E8M0"),
-    BLOCKWISE: ("F8_E4M3", "F32"),
-    NVFP4: ("U8", "F8_E4M3"),
-}
+    FLOAT8: ("F8_E4M3", "F32"), MXFP8: ("F8_E4M3", "F8_E8M0"), BLOCKWISE: ("F8_E4M3", "F32"), NVFP4: ("U8", "F8_E4M3"),
+}  # fmt: skip
 
 
 @pytest.mark.oracle

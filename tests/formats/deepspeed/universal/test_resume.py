@@ -94,9 +94,7 @@ def test_parameters_of_a_group_that_were_updated_less_often_are_refused(tmp_path
 
 
 @pytest.mark.parametrize(("seldom", "common"), [(3, {"step"}), (2, set[str]())])
-def test_steps_of_groups_are_kept_where_deepspeed_has_places_for_them(
-    tmp_path: Path, seldom: int, common: set[str]
-) -> None:
+def test_steps_of_groups_are_kept_where_deepspeed_has_places(tmp_path: Path, seldom: int, common: set[str]) -> None:
     """ZeRO-1 and 2 take each from the files of its parameters, ZeRO-3 one for all from the settings."""
     source = trained(tmp_path / "run", {"seldom": seldom, "w": 3}, [["seldom"], ["w"]])
     tx.convert(source, tmp_path / "out", to="deepspeed-universal")
@@ -194,9 +192,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
 @pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.parametrize(("source", "target"), WAYS, ids=str)
-def test_next_steps_are_those_of_a_run_that_never_stopped(
-    source: How, target: How, train: Train, tmp_path: Path
-) -> None:
+def test_next_steps_are_those_of_a_run_without_a_stop(source: How, target: How, train: Train, tmp_path: Path) -> None:
     folder, told = train(source, "")
     report = tx.convert(folder / str(STOPS), tmp_path / "universal", to=UNIVERSAL, sync=False)
     assert ["differ in lr, which ZeRO-3 does not load" in note for note in report.notes] == [True]

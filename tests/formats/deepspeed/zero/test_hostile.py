@@ -62,9 +62,7 @@ def refused(path: Path, tmp_path: Path, code: str) -> tx.TransaxleError:
         ("pp2", "layer_03-model_states.pt", "layer 3"),  # the optimizer has its weights, but nothing has its buffers
     ],
 )
-def test_a_missing_file_is_named(
-    copied: Callable[[str], Path], tmp_path: Path, case: str, file: str, words: str
-) -> None:
+def test_a_lost_file_is_named(copied: Callable[[str], Path], tmp_path: Path, case: str, file: str, words: str) -> None:
     source = copied(case)
     (source / TAG / file).unlink()
     assert words in str(refused(source, tmp_path, "INCOMPLETE"))

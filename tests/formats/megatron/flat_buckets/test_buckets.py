@@ -93,9 +93,7 @@ _FULL = st.none() | st.integers(1, 900)
 
 
 @given(_SIZES, _FULL, st.integers(1, 5), st.data())
-def test_parameters_are_found_where_they_were_put(
-    sizes: list[int], full: int | None, ranks: int, data: st.DataObject
-) -> None:
+def test_parameters_are_found_where_put(sizes: list[int], full: int | None, ranks: int, data: st.DataObject) -> None:
     shared = [False] * len(sizes)
     for end in {0, len(sizes) - 1}:  # an embedding, an output layer
         shared[end] = data.draw(st.booleans())

@@ -18,13 +18,9 @@ from transaxle.formats.megatron.rank_parameters import (
 )
 
 _SIZES = {
-    "num_hidden_layers": 2,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 48,
-}
+    "num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 48,
+}  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 _DEEPSEEK = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}

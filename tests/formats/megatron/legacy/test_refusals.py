@@ -163,13 +163,10 @@ def _model(**changes: Any) -> Edit:
 
 
 NAMES = {
-    "fc1": "decoder.layers.0.mlp.experts.weight1",
-    "fc2": "decoder.layers.2.mlp.linear_fc2.weight",
-    "expert": "decoder.layers.2.mlp.experts.linear_fc2.weight1",
-    "norm": "decoder.final_layernorm.weight",
-    "head": "output_layer.weight",
-    "adapter": "decoder.layers.0.adapter.weight",
-}
+    "fc1": "decoder.layers.0.mlp.experts.weight1", "fc2": "decoder.layers.2.mlp.linear_fc2.weight",
+    "expert": "decoder.layers.2.mlp.experts.linear_fc2.weight1", "norm": "decoder.final_layernorm.weight",
+    "head": "output_layer.weight", "adapter": "decoder.layers.0.adapter.weight",
+}  # fmt: skip
 OLD_MODEL = {"language_model": {"encoder": {"layers.0.attention.query_key_value.weight": torch.zeros(4, 4)}}}
 EDITS: dict[str, tuple[Run, str, Edit, str, tuple[str, ...]]] = {
     "other layers": (Run(tp=2), "mp_rank_01", lambda found: setattr(found["args"], "num_layers", 8), "CORRUPT",

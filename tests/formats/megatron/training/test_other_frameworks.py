@@ -74,9 +74,7 @@ def _same(wanted: Path, found: Path, hub: Path, place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_step_in_megatron_is_the_step_that_was_next(
-    name: str, trained: Path, resumed: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_step_in_megatron_is_the_next_one(name: str, trained: Path, resumed: dict[str, Path], tmp_path: Path) -> None:
     _same(trained / name / "3", resumed[name], trained / "hub", tmp_path)
     with tx.open(resumed[name], config=trained / "hub" / "config.json") as checkpoint:
         run_of = checkpoint.metadata["megatron"]
