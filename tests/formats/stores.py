@@ -30,8 +30,6 @@ class Store(Protocol):
 
 
 class Memory:
-    """A folder of fsspec's memory."""
-
     def __init__(self) -> None:
         self.client: Any = fsspec.filesystem("memory")
         self.root = f"/{uuid.uuid4().hex}"
@@ -61,7 +59,6 @@ def memory() -> Iterator[Memory]:
 
 @pytest.fixture(params=["memory", "bucket"])
 def store(request: pytest.FixtureRequest) -> Store:
-    """Each service in turn."""
     found: Store = request.getfixturevalue(request.param)
     return found
 

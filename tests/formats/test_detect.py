@@ -124,16 +124,14 @@ def test_the_format_decides(tmp_path: Path) -> None:
         assert caught.value.code in {"CORRUPT", "INCOMPLETE", "UNSUPPORTED"}
 
 
-def test_an_unknown_format(tmp_path: Path) -> None:
-    fill(tmp_path, [FILE])
-    with refuses("AMBIGUOUS", "dcp", exit_code=2):
-        open_container(str(tmp_path), "hdf5")
-
-
-def test_a_format_that_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [("hdf5", "AMBIGUOUS", "dcp"), ("safetensors", "UNSUPPORTED", "no safetensors checkpoint")],
+)
+def test_a_format_that_is_not_there(tmp_path: Path, name: str, code: Code, said: str) -> None:
     fill(tmp_path, ["a.bin"])
-    with refuses("UNSUPPORTED", "no safetensors checkpoint"):
-        open_container(str(tmp_path), "safetensors")
+    with refuses(code, said):
+        open_container(str(tmp_path), name)
 
 
 @pytest.mark.parametrize("name", [SHARD, "b.safetensors", INDEX])

@@ -18,25 +18,7 @@ from transaxle.formats import registry
 from transaxle.formats.catalog import Container, Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.detect import open_container
 from transaxle.formats.package_checks import check_container, check_draft
-from transaxle.formats.registry import (
-    Clue,
-    Format,
-    builtin,
-    ending,
-    every_format,
-    find,
-    foreign_ends,
-    get_format,
-    has_right_signature,
-    holds_tensors,
-    import_object,
-    is_of_checkpoint,
-    is_one_file,
-    is_step,
-    one_file_ends,
-    opens_checkpoint,
-    writable,
-)
+from transaxle.formats.registry import Clue, Format, builtin, ending, every_format, is_one_file, is_step, one_file_ends
 from transaxle.formats.store.staging import storage_at
 
 PACKAGE = Path(transaxle.__file__).parent
@@ -53,9 +35,11 @@ SPELLED_ELSEWHERE = {
 def test_a_record_names_what_is_there(kind: Format) -> None:
     readers = {kind.reader, *(clue.reader for clue in kind.clues if clue.reader)}
     for reader in readers:
-        assert kind.reader_takes <= set(signature(import_object(reader)).parameters)
+        assert kind.reader_takes <= set(signature(registry.import_object(reader)).parameters)
     for clue in kind.clues:
-        assert callable(import_object(clue.candidates) if isinstance(clue.candidates, str) else clue.candidates)
+        assert callable(
+            registry.import_object(clue.candidates) if isinstance(clue.candidates, str) else clue.candidates
+        )
     if kind.draft:
         assert kind.draft_takes <= set(signature(kind.drafter).parameters)
         draft = kind.drafter([Spec("a", "F32", (2,))], metadata={}, shard_size=None)
@@ -66,31 +50,31 @@ def test_a_record_names_what_is_there(kind: Format) -> None:
 
 
 def test_names_are_those_of_the_records() -> None:
-    assert find("dcp") is get_format("dcp") is registry.DCP
-    assert find("gguf") is None
+    assert registry.find("dcp") is registry.get_format("dcp") is registry.DCP
+    assert registry.find("gguf") is None
     with pytest.raises(ValueError, match="gguf"):
-        get_format("gguf")
+        registry.get_format("gguf")
     names = ["torch_dist", "megatron_torch", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
     assert [kind.name for kind in every_format()] == names
-    assert writable() == ("safetensors", "torch", "dcp", "torch_dist", "megatron_torch", "deepspeed-universal")
+    assert registry.writable() == ("safetensors", "torch", "dcp", "torch_dist", "megatron_torch", "deepspeed-universal")
 
 
 def test_files_are_claimed_by_their_ends() -> None:
     assert one_file_ends() == (".safetensors", ".bin", ".pt", ".pth")
     assert is_one_file("a/b.pt")
     assert not is_one_file("a/b.distcp")
-    assert set(foreign_ends()) > {".distcp", ".metadata", ".gguf"}
-    assert all(map(holds_tensors, ("a.SAFETENSORS", "a.gguf", "__0_0.distcp", ".metadata")))
-    assert not any(map(holds_tensors, ("config.json", "latest")))
+    assert set(registry.foreign_ends()) > {".distcp", ".metadata", ".gguf"}
+    assert all(map(registry.holds_tensors, ("a.SAFETENSORS", "a.gguf", "__0_0.distcp", ".metadata")))
+    assert not any(map(registry.holds_tensors, ("config.json", "latest")))
     openers = ("x.safetensors.index.json", ".metadata", "latest", "latest_universal", "mp_rank_00_model_states.pt")
-    assert all(map(opens_checkpoint, openers))
-    assert not any(map(opens_checkpoint, ("model.safetensors", "__0_0.distcp", "x_optim_states.pt")))
-    assert is_of_checkpoint("__0_0.distcp")
-    assert not is_of_checkpoint("notes.txt")
-    assert has_right_signature("a.bin", b"PK\x03\x04")
-    assert has_right_signature("a.bin", b"")
-    assert not has_right_signature("a.bin", b"\0\0\0\0\0\0\0\0{")
-    assert has_right_signature("a.safetensors", b"\0\0\0\0\0\0\0\0{")
+    assert all(map(registry.opens_checkpoint, openers))
+    assert not any(map(registry.opens_checkpoint, ("model.safetensors", "__0_0.distcp", "x_optim_states.pt")))
+    assert registry.is_of_checkpoint("__0_0.distcp")
+    assert not registry.is_of_checkpoint("notes.txt")
+    assert registry.has_right_signature("a.bin", b"PK\x03\x04")
+    assert registry.has_right_signature("a.bin", b"")
+    assert not registry.has_right_signature("a.bin", b"\0\0\0\0\0\0\0\0{")
+    assert registry.has_right_signature("a.safetensors", b"\0\0\0\0\0\0\0\0{")
 
 
 def test_no_two_formats_claim_a_file() -> None:

@@ -47,8 +47,6 @@ def test_parts_in_any_order_and_their_gaps(reads: list[tuple[int, int]]) -> None
 
 
 class Counted(LocalStorage):
-    """Counts the bytes that are read."""
-
     count = 0
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:

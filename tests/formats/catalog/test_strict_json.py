@@ -22,8 +22,6 @@ json_values = st.recursive(
 
 
 def count(value: Any) -> int:
-    """The pairs of a decoded value, one by one."""
-
     def walk(item: Any) -> Iterator[None]:
         if isinstance(item, dict):
             for inner in item.values():

@@ -99,7 +99,6 @@ def payload(folder: Path, key: str, chunk: int | None = 0) -> bytes:
 
 
 def repacked(data: bytes, change: Callable[[dict[str, bytes]], object], method: int = zipfile.ZIP_STORED) -> bytes:
-    """The same archive with other records."""
     with zipfile.ZipFile(io.BytesIO(data)) as source:
         records = {name: source.read(name) for name in source.namelist()}
     change(records)

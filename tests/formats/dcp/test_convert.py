@@ -30,7 +30,6 @@ SMALL = 500
 
 
 def load(into: dict[str, Any], folder: Path) -> None:
-    """Let plain torch load a checkpoint, in one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state_dict_loader.load(into, checkpoint_id=folder)

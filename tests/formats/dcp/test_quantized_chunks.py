@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,24 +49,39 @@ Part = tuple[tuple[int, ...], Tensor]
 
 
 def one(tensor: Tensor, release: Release | None = None, **changed: Any) -> bytes:
-    """The archive of one tensor, as torch.save writes it for a chunk."""
     file = File()
     return file.pickled(tensor.opcodes(file, release, **changed))
 
 
-def write(
-    folder: Path, shape: tuple[int, ...], parts: Sequence[Part], archives: list[bytes] | None = None, *, key: str = NAME
+Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+Places = dict[tuple[Any, ...], tuple[str, bytes]]
+"""Key, and first index of a chunk -> file and data."""
+
+
+def described(shape: tuple[int, ...], boxes: Boxes = (), dtype: torch.dtype = torch.bfloat16) -> TensorStorageMetadata:
+    """A tensor of these chunks, or of one; the metadata shows the type that torch sees."""
+    places = boxes or [((0,) * len(shape), shape)]
+    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in places]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+
+
+def store(
+    folder: Path, items: dict[str, Any], places: dict[tuple[Any, ...], tuple[str, bytes]], rank: str = ""
 ) -> None:
-    """A folder as torch lays it out, with a file for each rank; the metadata shows the type that torch sees."""
+    """Write files, and the metadata that says which chunks, or objects, they are."""
     folder.mkdir(exist_ok=True)
     stored = {}
-    for rank, (start, part) in enumerate(parts):
-        data = one(part) if archives is None else archives[rank]
-        (folder / DATA.format(rank)).write_bytes(data)
-        stored[MetadataIndex(key, torch.Size(start))] = _StorageInfo(DATA.format(rank), 0, len(data))
-    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(part.shape)) for start, part in parts]
-    described = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), chunks)
-    (folder / METADATA).write_bytes(pickle.dumps(Metadata({key: described}, {}, stored)))
+    for (key, *start), (file, data) in places.items():
+        (folder / file).write_bytes(data)
+        stored[MetadataIndex(key, *map(torch.Size, start))] = _StorageInfo(file, 0, len(data))
+    (folder / f"{rank}{METADATA}").write_bytes(pickle.dumps(Metadata(items, {}, stored)))
+
+
+def write(folder: Path, shape: tuple[int, ...], parts: Sequence[Part], archives: list[bytes] | None = None) -> None:
+    """A folder as torch lays it out, with a file for each rank."""
+    data = [one(part) for _, part in parts] if archives is None else archives
+    places = {(NAME, start): (DATA.format(rank), data[rank]) for rank, (start, _) in enumerate(parts)}
+    store(folder, {NAME: described(shape, [(start, part.shape) for start, part in parts])}, places)
 
 
 def cut(tensor: Tensor, first: int, last: int) -> Part:
@@ -145,28 +161,16 @@ def test_one_number_of_several_chunks_must_be_one(tmp_path: Path) -> None:
 def test_the_type_of_codes_is_that_of_the_whole_checkpoint(tmp_path: Path) -> None:
     """A 6 in one tensor says that a 7 in another is e5m2."""
     old = next(each for each in RELEASES if each.kind == "Float8Tensor" and each.version == "2.0")
-    archives = [one(float8(1, (4, 4), "e5m2"), old), one(float8(2, (4, 4)), old)]
-    folder = tmp_path / "a"
-    folder.mkdir()
-    items, stored = {}, {}
-    for key, data in zip("ab", archives, strict=True):
-        (folder / f"{key}.distcp").write_bytes(data)
-        chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 4]))
-        items[key] = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([4, 4]), [chunk])
-        stored[MetadataIndex(key, torch.Size([0, 0]))] = _StorageInfo(f"{key}.distcp", 0, len(data))
-    (folder / METADATA).write_bytes(pickle.dumps(Metadata(items, {}, stored)))  # type: ignore[arg-type]
-    entries = open_container(str(folder)).entries
+    archives = {"a": one(float8(1, (4, 4), "e5m2"), old), "b": one(float8(2, (4, 4)), old)}
+    places: Places = {(key, (0, 0)): (f"{key}.distcp", data) for key, data in archives.items()}
+    store(tmp_path, {key: described((4, 4)) for key in archives}, places)
+    entries = open_container(str(tmp_path)).entries
     assert (entries["a"].dtype, entries["b"].dtype) == ("F8_E5M2", "F8_E4M3")
 
 
 def test_a_tensor_that_was_saved_as_an_object(tmp_path: Path) -> None:
     tensor = mxfp8(9, (32, 64))
-    data = one(tensor)
-    (tmp_path / "a.distcp").write_bytes(data)
-    metadata = Metadata(
-        {NAME: BytesStorageMetadata()}, {}, {MetadataIndex(NAME): _StorageInfo("a.distcp", 0, len(data))}
-    )
-    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    store(tmp_path, {NAME: BytesStorageMetadata()}, {(NAME,): ("a.distcp", one(tensor))})
     container = open_container(str(tmp_path))
     assert set(container.entries) == {NAME, NAME + SCALE}
     assert container.metadata[NOTE].keys() == {NAME}
@@ -224,43 +228,26 @@ def test_parts_that_do_not_fit_together_are_refused(
     assert words in refusal.message
 
 
-def test_copies_of_ranks_that_saved_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("differs", [False, True])
+def test_copies_of_ranks_that_saved_alone(differs: bool, tmp_path: Path) -> None:
     """Without coordination every rank wrote its own metadata, and all of the tensor; both are compared."""
-    for differs in (False, True):
-        folder = tmp_path / str(differs)
-        folder.mkdir()
-        for rank in range(2):
-            tensor = mxfp8(18, (32, 32), "rows")
-            if differs and rank:
-                codes = tensor.buffers["rowwise_data"].copy()
-                codes[3, 4] ^= 1
-                tensor = Tensor(MXFP8, {**tensor.buffers, "rowwise_data": codes}, tensor.values, tensor.shape)
-            data = one(tensor)
-            (folder / DATA.format(rank)).write_bytes(data)
-            start = torch.Size([0, 0])
-            chunks = [ChunkStorageMetadata(start, torch.Size([32, 32]))]
-            item = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([32, 32]), chunks)
-            stored = {MetadataIndex(NAME, start): _StorageInfo(DATA.format(rank), 0, len(data))}
-            (folder / f"__{rank}{METADATA}").write_bytes(pickle.dumps(Metadata({NAME: item}, {}, stored)))
-        assert len(open_container(str(folder)).twins) == 2
-        if not differs:
-            tx.convert(folder, tmp_path / "out", to="safetensors")
-            continue
-        with refuses("UNEQUAL_COPIES"):
-            tx.convert(folder, tmp_path / "bad", to="safetensors")
+    for rank in range(2):
+        tensor = mxfp8(18, (32, 32), "rows")
+        if differs and rank:
+            tensor.buffers["rowwise_data"][3, 4] ^= 1
+        place = DATA.format(rank), one(tensor)
+        store(tmp_path / "in", {NAME: described((32, 32))}, {(NAME, (0, 0)): place}, f"__{rank}")
+    assert len(open_container(str(tmp_path / "in")).twins) == 2
+    with refuses("UNEQUAL_COPIES") if differs else nullcontext():
+        tx.convert(tmp_path / "in", tmp_path / "out", to="safetensors")
 
 
 def test_names_of_buffers_collide(tmp_path: Path) -> None:
-    tensor = float8(19, (4, 4))
-    write(tmp_path / "a", (4, 4), [((0, 0), tensor)])
-    metadata = pickle.loads((tmp_path / "a" / METADATA).read_bytes())  # noqa: S301 - our own
-    data = archive(torch.ones(1))
-    (tmp_path / "a" / "x.distcp").write_bytes(data)
-    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
-    described = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([1]), [chunk])
-    metadata.state_dict_metadata[NAME + SCALE] = described
-    metadata.storage_data[MetadataIndex(NAME + SCALE, torch.Size([0]))] = _StorageInfo("x.distcp", 0, len(data))
-    (tmp_path / "a" / METADATA).write_bytes(pickle.dumps(metadata))
-    with pytest.raises(TransaxleError) as error:
-        open_container(str(tmp_path / "a"))
-    assert [(r.code, r.where.tensor) for r in error.value.refusals] == [("NAME_COLLISION", NAME + SCALE)]
+    items = {NAME: described((4, 4)), NAME + SCALE: described((1,), dtype=torch.float32)}
+    places: Places = {
+        (NAME, (0, 0)): ("a.distcp", one(float8(19, (4, 4)))),
+        (NAME + SCALE, (0,)): ("x.distcp", archive(torch.ones(1))),
+    }
+    store(tmp_path, items, places)
+    with refuses("NAME_COLLISION", tensor=NAME + SCALE):
+        open_container(str(tmp_path))

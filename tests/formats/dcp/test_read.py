@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 import transaxle as tx
 from tests.engine.counting import counted
 from tests.formats.dcp.conftest import Saved
-from tests.formats.dcp.damage import METADATA, Damage, edit
+from tests.formats.dcp.damage import METADATA, Damage, edit, read
 from tests.formats.dcp.peers.truth import hold, truth_of
 from tests.formats.dcp.peers.world import BY_WORLD, CHECKPOINT, FULL
 from tests.formats.pickled.assemble import call, name
 from tests.formats.refusals import refuses
 from tests.move.filling import fill
 from transaxle.axes.geometry import Shard, whole
+from transaxle.formats.catalog import Extent
 from transaxle.formats.detect import open_container
 from transaxle.formats.training_state import LEFT_BEHIND, ROOT
 from transaxle.move.transfer import Scratch
@@ -85,26 +86,29 @@ def test_cut_tensors_stay_in_their_chunks(saved: Saved) -> None:
     assert len(open_container(str(saved(4) / "meshed" / CHECKPOINT)).entries["both"].extents) == 4
 
 
+def copy_of(case: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(case / CHECKPOINT, tmp_path / CHECKPOINT))
+
+
+def flip_first_bit(folder: Path, extent: Extent) -> None:
+    data = bytearray((folder / extent.file).read_bytes())
+    data[extent.offset] ^= 1
+    (folder / extent.file).write_bytes(data)
+
+
 def test_ranks_that_do_not_agree(saved: Saved, tmp_path: Path) -> None:
     """Without coordination every rank saves what all of them hold; if one of them differs, nothing is converted."""
-    source = tmp_path / "source"
-    shutil.copytree(saved(2) / "uncoordinated" / CHECKPOINT, source)
-    container = open_container(str(source))
-    twin = next(twin for twin in container.twins if twin.first.name == "replicated")
+    source = copy_of(saved(2) / "uncoordinated", tmp_path)
+    twin = next(twin for twin in open_container(str(source)).twins if twin.first.name == "replicated")
     tx.convert(source, tmp_path / "fine", to="safetensors:identity")
-    (extent,) = twin.second.extents
-    file = source / extent.file
-    data = bytearray(file.read_bytes())
-    data[extent.offset] ^= 1
-    file.write_bytes(data)
+    flip_first_bit(source, *twin.second.extents)
     with refuses("UNEQUAL_COPIES", tensor="replicated"):
         tx.convert(source, tmp_path / "target", to="safetensors:identity")
     assert not (tmp_path / "target").exists()
 
 
 def test_a_rank_that_is_missing(saved: Saved, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(saved(4) / "uncoordinated" / CHECKPOINT, source)
+    source = copy_of(saved(4) / "uncoordinated", tmp_path)
     (source / "__2.metadata").unlink()
     with refuses("INCOMPLETE", file="__2.metadata"):
         tx.open(source)
@@ -120,14 +124,9 @@ def test_chunks_of_packed_types(saved: Saved) -> None:
 
 def test_a_flipped_bit_is_seen_without_a_manifest(saved: Saved, tmp_path: Path) -> None:
     """torch writes checksums and never looks at them."""
-    folder = tmp_path / CHECKPOINT
-    shutil.copytree(saved(2) / "sharded" / CHECKPOINT, folder)
+    folder = copy_of(saved(2) / "sharded", tmp_path)
     assert tx.verify(folder).ok
-    (extent, *_) = open_container(str(folder)).entries["rows"].extents
-    file = folder / extent.file
-    data = bytearray(file.read_bytes())
-    data[extent.offset] ^= 1
-    file.write_bytes(data)
+    flip_first_bit(folder, open_container(str(folder)).entries["rows"].extents[0])
     found = tx.verify(folder)
     assert not found.ok
     assert found.problems[0].code == "CORRUPT"
@@ -135,12 +134,12 @@ def test_a_flipped_bit_is_seen_without_a_manifest(saved: Saved, tmp_path: Path) 
 
 def test_one_shard_under_another_name_is_no_checkpoint(saved: Saved, tmp_path: Path) -> None:
     """A part of a tensor must not pass for the tensor."""
-    shards = saved(2) / "hf_shards" / CHECKPOINT
-    shutil.copy(shards / "shard-00002-model-00001-of-00001.safetensors", tmp_path / "model.safetensors")
+    shard = saved(2) / "hf_shards" / CHECKPOINT / "shard-00002-model-00001-of-00001.safetensors"
+    shutil.copy(shard, tmp_path / "model.safetensors")
     with refuses("INCOMPLETE"):
         tx.open(tmp_path)
-    with tx.open(shards / "shard-00002-model-00001-of-00001.safetensors") as checkpoint:
-        hold(checkpoint, truth_of(shards.parent))
+    with tx.open(shard) as checkpoint:
+        hold(checkpoint, truth_of(shard.parent.parent))
 
 
 def test_one_rank_of_three_reads_its_third(saved: Saved) -> None:
@@ -171,12 +170,11 @@ def renamed(*pairs: tuple[bytes, bytes]) -> Damage:
     """Rename globals; pickles of protocol 2 hold their names in lines."""
 
     def change(folder: Path) -> None:
-        file = folder / METADATA
-        data = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)  # noqa: S301 - our own
+        data = pickle.dumps(read(folder), protocol=2)
         for old, new in pairs:
             assert old in data
             data = data.replace(old, new)
-        file.write_bytes(data)
+        (folder / METADATA).write_bytes(data)
 
     return change
 
@@ -197,10 +195,6 @@ def _unplanned(metadata: Any) -> None:
     metadata.planner_data = None
 
 
-def _own_planner(metadata: Any) -> None:
-    metadata.planner_data = {"mine": 1, "rows": "not a path"}
-
-
 def _lists(metadata: Any) -> None:
     for item in metadata.state_dict_metadata.values():
         for chunk in getattr(item, "chunks", ()):
@@ -208,19 +202,16 @@ def _lists(metadata: Any) -> None:
 
 
 def _pickled(folder: Path, protocol: int) -> None:
-    file = folder / METADATA
-    file.write_bytes(pickle.dumps(pickle.loads(file.read_bytes()), protocol=protocol))  # noqa: S301 - our own
+    (folder / METADATA).write_bytes(pickle.dumps(read(folder), protocol=protocol))
 
 
 def _by_name(folder: Path) -> None:
-    file = folder / METADATA
-    metadata = pickle.loads(file.read_bytes())  # noqa: S301 - our own
-    data = pickle.dumps(metadata, protocol=2)
-    named = line(MODULE, "_MEM_FORMAT_ENCODING")
+    metadata = read(folder)
+    data, named = pickle.dumps(metadata, protocol=2), line(MODULE, "_MEM_FORMAT_ENCODING")
     at = data.index(named)
     end = data.index(b"R", at + len(named)) + 1
-    file.write_bytes(data[:at] + MEMBER + data[end:])
-    assert pickle.loads(file.read_bytes()) == metadata  # noqa: S301 - our own
+    (folder / METADATA).write_bytes(data[:at] + MEMBER + data[end:])
+    assert read(folder) == metadata
 
 
 MEMBER = call("builtins", "getattr", name(MODULE, "_MEM_FORMAT_ENCODING"), "TORCH_CONTIGUOUS_FORMAT")
@@ -243,7 +234,7 @@ FORMS: dict[str, Damage] = {
     "paths of Python 3.13": renamed((b"cpathlib\nPosixPath\n", b"cpathlib._local\nPosixPath\n")),
     "paths in text": edit(lambda m: setattr(m.storage_meta, "checkpoint_id", "s3://bucket/step-1")),
     "no planner": edit(_unplanned),
-    "another planner": edit(_own_planner),
+    "another planner": edit(lambda m: setattr(m, "planner_data", {"mine": 1, "rows": "not a path"})),
     "lists for sizes": edit(_lists),
     "a path of nothing": edit(lambda m: m.planner_data.update(rows=())),
 }
@@ -251,31 +242,23 @@ FORMS: dict[str, Damage] = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_every_form(saved: Saved, tmp_path: Path, form: Damage) -> None:
-    place = saved(2) / "sharded"
-    folder = tmp_path / CHECKPOINT
-    shutil.copytree(place / CHECKPOINT, folder)
+    folder = copy_of(saved(2) / "sharded", tmp_path)
     form(folder)
     with tx.open(folder) as checkpoint:
-        hold(checkpoint, truth_of(place))
+        hold(checkpoint, truth_of(saved(2) / "sharded"))
 
 
 def test_plans_of_all_ranks_beside_the_metadata(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron keeps them there; up to Python 3.11.3 the members of their enums were pickled by name."""
-    place = saved(2) / "sharded"
-    folder = tmp_path / CHECKPOINT
-    shutil.copytree(place / CHECKPOINT, folder)
     plans = [SavePlan([WriteItem(MetadataIndex("x"), kind) for kind in WriteItemType])]
     monkeypatch.setattr(Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
-    edit(lambda m: setattr(m, "all_local_plans", plans))(folder)
-    with tx.open(folder) as checkpoint:
-        hold(checkpoint, truth_of(place))
+    test_every_form(saved, tmp_path, edit(lambda m: setattr(m, "all_local_plans", plans)))
 
 
 def test_an_optimizer_is_known_by_its_keys(saved: Saved, tmp_path: Path) -> None:
     """Without paths the keys must do; only the model's own root then stays in its names."""
     place = saved(2) / "nested"
-    folder = tmp_path / CHECKPOINT
-    shutil.copytree(place / CHECKPOINT, folder)
+    folder = copy_of(place, tmp_path)
     edit(_unplanned)(folder)
     truth = {key if key.startswith("optim/") else f"model.{key}": tensor for key, tensor in truth_of(place).items()}
     with tx.open(folder) as checkpoint:

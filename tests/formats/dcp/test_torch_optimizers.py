@@ -22,10 +22,10 @@ from tests.formats.refusals import refuses
 from tests.formats.training_state.test_state import typed
 
 MODEL, OPTIMIZER = "model", "optimizer"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after one step."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
@@ -37,7 +37,6 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def states(**beside: Any) -> dict[str, Any]:
-    """What a trainer saves, as `torch.distributed.checkpoint.state_dict` gives it."""
     model_state, optimizer_state = get_state_dict(*trained())
     return {MODEL: model_state, OPTIMIZER: optimizer_state, **beside}
 
@@ -74,12 +73,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_it_is_nested_as_torch_nests_it(tmp_path: Path, folder: Path) -> None:
     assert plain(by_us(folder, tmp_path / "run.pt")) == plain(by_torch(folder))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_model_alone_stays_flat(tmp_path: Path, nested: bool) -> None:
     state = trained()[0].state_dict()
@@ -89,7 +86,6 @@ def test_a_model_alone_stays_flat(tmp_path: Path, nested: bool) -> None:
     trained()[0].load_state_dict(loaded)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_names_are_kept_on_the_way_back(tmp_path: Path, folder: Path) -> None:
     by_us(folder, tmp_path / "run.pt")
     tx.convert(tmp_path / "run.pt", tmp_path / "again", to="dcp")
@@ -99,7 +95,6 @@ def test_names_are_kept_on_the_way_back(tmp_path: Path, folder: Path) -> None:
     assert (tmp_path / "again.pt").read_bytes() == (tmp_path / "run.pt").read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_numbered_parameters_stay_numbers(tmp_path: Path) -> None:
     """What a plain training loop saves: torch's optimizer takes it back."""
     model, optimizer = trained()
@@ -109,7 +104,6 @@ def test_numbered_parameters_stay_numbers(tmp_path: Path) -> None:
     trained()[1].load_state_dict(loaded[OPTIMIZER])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_tensor_in_the_way_of_the_optimizer_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1), "optimizer": torch.ones(1), "optim": trained()[1].state_dict()}, tmp_path / "a.pt")
     with refuses("NAME_COLLISION"):
@@ -154,7 +148,6 @@ def saved(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimize
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flattened"])
 @pytest.mark.parametrize("way", WAYS)
 def test_torch_resumes_with_them(tmp_path: Path, way: str | None, options: StateDictOptions | None) -> None:
@@ -178,17 +171,6 @@ def test_torch_resumes_with_them(tmp_path: Path, way: str | None, options: State
             assert all(torch.equal(want[key], got[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_both_forms_read_alike(tmp_path: Path) -> None:
-    module, optimizer = trained_in_two_groups(0)
-    names = [["0.weight"], ["0.bias", "1.weight", "1.bias"]]
-    for options in (None, FLAT):
-        found = tx.open(saved(tmp_path / str(options is FLAT), module, optimizer, options)).metadata[GROUPS]
-        assert [group["params"] for group in found] == names
-        assert [{k: typed(v) for k, v in group.items() if k != "params"} for group in found] == settings_of(optimizer)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_equal_settings_share_their_bytes(tmp_path: Path) -> None:
     """Two hundred parameters do not make two thousand archives."""
     parameters = {f"layers.{i}.weight": torch.nn.Parameter(torch.ones(1)) for i in range(200)}

@@ -33,7 +33,6 @@ PARAMETER = "layers.0.weight"
 
 
 def build(plan: Draft, folder: Path, data: Mapping[str, bytes]) -> Path:
-    """Write a draft the simplest way."""
     folder.mkdir(exist_ok=True)
     files = {file: bytearray(size) for file, size in plan.files.items()}
     known = {file: bytearray(size) for file, size in plan.files.items()}
@@ -63,7 +62,6 @@ def filled(specs: list[Spec]) -> dict[str, bytes]:
 
 
 def loaded(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """What torch makes of a folder."""
     target = tmp_path / "all.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -27,7 +27,6 @@ def state_of(shard: Tensor, state: str) -> Tensor:
 
 
 def save(folder: Path, shards: Shards, info: Mapping[str, Any] | None) -> Path:
-    """Save the checkpoint of a run whose ranks hold these shards."""
     step = folder / TAG
     step.mkdir(parents=True)
     (folder / keys.LATEST).write_text(TAG, "utf-8")

@@ -50,15 +50,10 @@ def old(farm: Farm, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def config(case: Case) -> dict[str, Any]:
     return {
-        "model_type": case.model,
-        "vocab_size": case.vocab,
-        "hidden_size": case.hidden,
-        "intermediate_size": case.inner,
-        "num_hidden_layers": case.layers,
-        "num_attention_heads": case.heads,
-        "num_key_value_heads": case.kv,
+        "model_type": case.model, "vocab_size": case.vocab, "hidden_size": case.hidden, "intermediate_size": case.inner,
+        "num_hidden_layers": case.layers, "num_attention_heads": case.heads, "num_key_value_heads": case.kv,
         "tie_word_embeddings": case.tied,
-    }
+    }  # fmt: skip
 
 
 def said(name: str, tmp_path: Path) -> dict[str, Any]:

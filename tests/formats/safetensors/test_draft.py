@@ -28,7 +28,6 @@ STATE = "optimizer"
 
 
 def build(plan: Draft, folder: Path, data: Mapping[str, bytes]) -> None:
-    """Write a draft the simplest way."""
     files = {file: bytearray(size) for file, size in plan.files.items()}
     for fragment in plan.fragments:
         files[fragment.file][fragment.offset : fragment.offset + len(fragment.data)] = fragment.data

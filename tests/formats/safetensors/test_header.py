@@ -35,8 +35,6 @@ def text_of(name: str, dtype: str = '"F32"', shape: str = "[1]", offsets: str = 
 
 @dataclass(frozen=True)
 class Hostile:
-    """A file that must be refused."""
-
     case: str
     file: bytes
     code: Code = "CORRUPT"

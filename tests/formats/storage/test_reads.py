@@ -52,7 +52,6 @@ WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way of reading in turn."""
     monkeypatch.setattr(copier, "load_steps", lambda: WAYS[request.param])
 
 
@@ -264,8 +263,6 @@ SIZE = 1 << 18
 
 
 class _Counted(LocalStorage):
-    """Counts the bytes that are asked of it."""
-
     asked = 0
     calls = 0
 

@@ -172,7 +172,6 @@ def test_an_address_where_nobody_answers(hub: Hub, monkeypatch: pytest.MonkeyPat
 
 
 def _reset(handler: Handler) -> None:
-    """Break the connection off."""
     linger = struct.pack("ii", 1, 0)
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     handler.close_connection = True
@@ -187,11 +186,15 @@ def _cut(handler: Handler) -> None:
     handler.close_connection = True
 
 
+def answers(status: int, body: bytes = b"", **headers: str) -> Callable[[Handler], bool]:
+    return lambda handler: handler.answer(status, body, **headers)
+
+
 FAILURES: dict[str, Callable[[Handler], object]] = {
-    "unavailable": lambda handler: handler.answer(503),
-    "internal": lambda handler: handler.answer(500),
-    "busy": lambda handler: handler.answer(429, Retry_After="7"),
-    "rate": lambda handler: handler.answer(429, RateLimit='"resolvers";r=0;t=55'),
+    "unavailable": answers(503),
+    "internal": answers(500),
+    "busy": answers(429, Retry_After="7"),
+    "rate": answers(429, RateLimit='"resolvers";r=0;t=55'),
     "reset": _reset,
     "cut": _cut,
 }
@@ -264,34 +267,32 @@ def _ranged(handler: Handler, text: str, body: bytes | None = None) -> None:
 
 
 LIES: dict[str, tuple[str, Callable[[Handler], object], str, str]] = {
-    "whole file": ("large", lambda handler: handler.answer(200, BLOCK), "IO", "sent more than the"),
-    "less": ("large", lambda handler: handler.answer(200, b"x" * 10), "IO", "but the server sent 10"),
+    "whole file": ("large", answers(200, BLOCK), "IO", "sent more than the"),
+    "less": ("large", answers(200, b"x" * 10), "IO", "but the server sent 10"),
     "no range": ("large", partial(_ranged, text=""), "IO", "sent others"),
     "other range": ("large", partial(_ranged, text="bytes {next}-{last}/*"), "IO", "sent others"),
     "other size": ("large", partial(_ranged, text="bytes {first}-{last}/123"), "CORRUPT", "the server has 123"),
     "endless number": ("large", partial(_ranged, text="bytes {first}-{last}/" + "9" * 5000), "IO", "sent others"),
     "short": ("large", partial(_ranged, text="bytes {first}-{last}/*", body=b"x"), "IO", "but the server sent 1"),
-    "no such range": ("large", lambda handler: handler.answer(416), "CORRUPT", "ends before"),
+    "no such range": ("large", answers(416), "CORRUPT", "ends before"),
     "endless": ("large", _endless, "IO", "sent more than the"),
-    "compressed": ("large", lambda handler: handler.answer(206, b"x", Content_Encoding="gzip"), "IO", "compresses"),
-    "denied": ("large", lambda handler: handler.answer(403, b"<Error/>"), "IO", "answers 403"),
-    "commit": ("hub", lambda handler: handler.answer(302, Location="/x", X_Repo_Commit="0" * 40), "CORRUPT", "commit"),
-    "size": ("hub", lambda handler: handler.answer(302, Location="/x", X_Linked_Size="5"), "CORRUPT", "its bytes"),
-    "hash": ("hub", lambda handler: handler.answer(302, Location="/x", X_Linked_Size="", X_Linked_ETag='"0"'),
-        "CORRUPT", "its hash|redirects"),
-    "no list": ("tree", lambda handler: handler.answer(200, b"<html>"), "IO", "none of a hub"),
-    "other list": ("tree", lambda handler: handler.answer(200, b'[{"type": "file", "path": 3}]'), "IO", "none of a"),
-    "negative": ("tree",
-        lambda handler: handler.answer(200, json.dumps([{"type": "file", "path": "x", "size": -1}]).encode()), "IO",
-        "none of a hub"),
+    "compressed": ("large", answers(206, b"x", Content_Encoding="gzip"), "IO", "compresses"),
+    "denied": ("large", answers(403, b"<Error/>"), "IO", "answers 403"),
+    "commit": ("hub", answers(302, Location="/x", X_Repo_Commit="0" * 40), "CORRUPT", "commit"),
+    "size": ("hub", answers(302, Location="/x", X_Linked_Size="5"), "CORRUPT", "its bytes"),
+    "hash": (
+        "hub", answers(302, Location="/x", X_Linked_Size="", X_Linked_ETag='"0"'), "CORRUPT", "its hash|redirects"),
+    "no list": ("tree", answers(200, b"<html>"), "IO", "none of a hub"),
+    "other list": ("tree", answers(200, b'[{"type": "file", "path": 3}]'), "IO", "none of a"),
+    "negative": (
+        "tree", answers(200, json.dumps([{"type": "file", "path": "x", "size": -1}]).encode()), "IO", "none of a hub"),
     "endless list": ("tree", _endless, "IO", "sent more than the"),
-    "list elsewhere": ("tree", lambda handler: handler.answer(200, b"[]", Link='<http://127.0.0.1:9/x>; rel="next"'),
-        "IO", "at another host"),
+    "list elsewhere": ("tree", answers(200, b"[]", Link='<http://127.0.0.1:9/x>; rel="next"'), "IO", "at another host"),
     "list in a circle": ("tree",
         lambda handler: handler.answer(200, b"[]", Link=f'<{handler.hub.url}{handler.path}>; rel="next"'),
         "UNSUPPORTED", "more than 100 pages"),
-    "no commit": ("revision", lambda handler: handler.answer(200, b'{"sha": "main"}'), "IO", "commit"),
-    "no revision": ("revision", lambda handler: handler.answer(200, b"[]"), "IO", "none of a hub"),
+    "no commit": ("revision", answers(200, b'{"sha": "main"}'), "IO", "commit"),
+    "no revision": ("revision", answers(200, b"[]"), "IO", "none of a hub"),
 }  # fmt: skip
 
 

@@ -53,7 +53,6 @@ WRITES = [streamed, converted]
 
 @pytest.fixture(params=WRITES, ids=lambda each: each.__name__)
 def run(request: pytest.FixtureRequest) -> Write:
-    """Each way to write."""
     found: Write = request.param
     return found
 

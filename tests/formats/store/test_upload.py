@@ -37,7 +37,6 @@ def refused(work: Callable[[], object]) -> TransaxleError:
 
 
 def large(folder: Path) -> Path:
-    """A checkpoint whose file has several parts."""
     random = np.random.default_rng(0)
     return write(folder, {f"w{i}": random.standard_normal((1024, 1024), np.float32) for i in range(6)})
 

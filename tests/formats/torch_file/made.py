@@ -70,7 +70,6 @@ def archive(records: Sequence[Record], *, end: Numbers | None = None, tail: byte
 
 
 def storage(key: str = "0", dtype: str | None = "float32", count: int = 4, device: Any = "cpu") -> Persistent:
-    """The reference to a storage, as the pickle of a zip file gives it."""
     return Persistent(("storage", StorageType(None if dtype is None else DType(dtype)), key, device, count))
 
 
@@ -81,7 +80,6 @@ def view(
 
 
 def records(value: Any, storages: Mapping[str, bytes] | None = None, **notes: bytes) -> list[Record]:
-    """The records of a torch file that holds a value."""
     pickle = value if isinstance(value, bytes) else write_pickle(value)
     held = {"0": bytes(16)} if storages is None else storages
     return [

@@ -153,23 +153,6 @@ def test_types_without_a_safetensors_code(tmp_path: Path) -> None:
     assert tx.open(tmp_path / "a.pt")["a"].read().tolist() == tensors["a"].tolist()
 
 
-def test_an_optimizer_travels(tmp_path: Path) -> None:
-    module = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(module.named_parameters())
-    module(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    tx.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
-    tx.convert(tmp_path / "b.pt", tmp_path / "c", to="safetensors")
-    moments = optimizer.state_dict()["state"][0]
-    found = load_file(tmp_path / "c" / STATE)
-    assert load_file(tmp_path / "c" / SAFE).keys() == module.state_dict().keys()
-    assert torch.equal(found["optim/weight/exp_avg"], moments["exp_avg"])
-    assert torch.equal(found["optim/weight/step"], moments["step"])
-    assert tx.open(tmp_path / "a.pt").keys() == tx.open(tmp_path / "b.pt").keys()
-    assert tx.diff(tmp_path / "a.pt", tmp_path / "c").equal
-
-
 def test_numbers_are_hashed_and_compared_like_tensors(tmp_path: Path) -> None:
     for name, epoch in (("a.pt", 3), ("b.pt", 3), ("c.pt", 4)):
         torch.save({"w": torch.ones(2), "epoch": epoch}, tmp_path / name)

@@ -49,7 +49,6 @@ BOMBED = BOMB.compress(bytes(100_000_000)) + BOMB.flush()
 
 
 def changed(at: int, **fields: object) -> bytes:
-    """The good archive with one record made differently."""
     made = records(GOOD)
     made[at] = Record(**{**made[at].__dict__, **fields})
     return archive(made)

@@ -35,7 +35,6 @@ def save(what: Any, path: Path, *, legacy: bool = False) -> None:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes of a tensor of any type."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dense = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -53,7 +52,6 @@ def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> tx.Checkp
 
 
 def torch_dtypes() -> dict[str, torch.dtype]:
-    """Every dtype that torch has, by its own name."""
     kinds = (getattr(torch, name) for name in dir(torch))
     return {str(kind).removeprefix("torch."): kind for kind in kinds if isinstance(kind, torch.dtype)}
 

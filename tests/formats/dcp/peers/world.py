@@ -60,7 +60,6 @@ PLAIN: Tensors = {
 
 
 def octets(tensor: torch.Tensor) -> bytes:
-    """The row-major bytes."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
@@ -120,7 +119,6 @@ def gathered(value: torch.Tensor) -> torch.Tensor:
 def states(
     net: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What torch gives of a model and of its optimizer."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optim = get_state_dict(net, optimizer, options=options)
     return dict(model), dict(optim)

@@ -98,7 +98,6 @@ each_layer = pytest.mark.parametrize("layer", LAYERS)
 
 
 def found(layer: str, ranks: int) -> dict[str, Cut]:
-    """The parameters of a layer."""
     return cuts(*LAYERS[layer], ranks)
 
 
@@ -312,7 +311,6 @@ def refused(record: dict[str, Any], ranks: int = 2) -> TransaxleError:
 
 
 def fused() -> dict[str, Any]:
-    """The record of a weight of three parts, in a form that may be changed."""
     widths = [[4, 4], [2, 2], [2, 2]]
     return copy.deepcopy(Record.cut("column", (16, 3), 0, widths, view=((8, 4, 4), -1)).as_dict())
 

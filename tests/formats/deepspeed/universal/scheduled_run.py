@@ -73,8 +73,6 @@ def _rate(step: int) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """A run."""
-
     stage: int
     """Of ZeRO."""
     low: bool

@@ -36,7 +36,6 @@ def copied(farm: Farm, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Load a file with torch, change it, and save it again."""
     torch = pytest.importorskip("torch")
     held = torch.load(path, weights_only=False)
     change(held)

@@ -247,33 +247,19 @@ def test_the_config_of_another_model(tp: int, folder: Path) -> None:
     _refused(folder, "SHAPE_MISMATCH", "num_attention_heads 8", config={**run.config(), **changes})
 
 
-def _permuted(found: dict[Any, Any]) -> None:
-    buffer = found[0][torch.bfloat16, torch.float32]
-    buffer["param"] = buffer["param"].flip(0)
+def _buffer(found: dict[Any, Any]) -> Any:
+    return found[0][torch.bfloat16, torch.float32]
 
 
-def _shorter(found: dict[Any, Any]) -> None:
-    buffer = found[0][torch.bfloat16, torch.float32]
-    buffer["exp_avg"] = buffer["exp_avg"][:-8].clone()
-
-
-def _half(found: dict[Any, Any]) -> None:
-    found[0] = {(torch.float16, torch.float32): found[0][torch.bfloat16, torch.float32]}
-
-
-def _separate(found: dict[Any, Any]) -> None:
-    del found["buckets_coalesced"]
-
-
-FLAT_FAULTS = [
-    (_permuted, "has other values than the weight"),
-    (_shorter, "exp_avg has"),
-    (_half, "is of F16 parameters"),
+FLAT_FAULTS: list[tuple[Edit, str]] = [
+    (lambda found: _buffer(found).update(param=_buffer(found)["param"].flip(0)), "has other values than the weight"),
+    (lambda found: _buffer(found).update(exp_avg=_buffer(found)["exp_avg"][:-8].clone()), "exp_avg has"),
+    (lambda found: found.update({0: {(torch.float16, torch.float32): _buffer(found)}}), "is of F16 parameters"),
 ]
 
 
 @pytest.mark.parametrize(("edit", "words"), FLAT_FAULTS)
-def test_an_unknown_order_of_flat_buffers(edit: Callable[[Any], None], words: str, folder: Path) -> None:
+def test_an_unknown_order_of_flat_buffers(edit: Edit, words: str, folder: Path) -> None:
     write(Run(optimizer="flat", biased=True), folder)
     _edited(folder / ITERATION / "mp_rank_00" / FLAT, edit)
     _refused(folder, "UNSUPPORTED", words, "--no-optimizer", optimizer=True)
@@ -299,7 +285,7 @@ def test_a_load_with_an_optimizer_does_without_only_where_it_is_told_so(folder: 
 
 def test_flat_buffers_of_an_older_form(folder: Path) -> None:
     write(Run(optimizer="flat"), folder)
-    _edited(folder / ITERATION / "mp_rank_00" / FLAT, _separate)
+    _edited(folder / ITERATION / "mp_rank_00" / FLAT, lambda found: found.pop("buckets_coalesced"))
     _refused(folder, "UNSUPPORTED", "February 2024", optimizer=True)
 
 
@@ -308,18 +294,8 @@ def _swapped(found: dict[Any, Any]) -> None:
     copies[1], copies[5] = copies[5], copies[1]
 
 
-def _one_less(found: dict[Any, Any]) -> None:
-    found["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
-
-
-def _without_decay(found: dict[Any, Any]) -> None:
-    for group in found["optimizer"]["optimizer"]["param_groups"]:
-        del group["wd_mult"]
-
-
-def _same_decay(found: dict[Any, Any]) -> None:
-    for group in found["optimizer"]["optimizer"]["param_groups"]:
-        group["wd_mult"] = 1.0
+def _groups(found: dict[Any, Any]) -> Any:
+    return found["optimizer"]["optimizer"]["param_groups"]
 
 
 def _another_shape(found: dict[Any, Any]) -> None:
@@ -327,17 +303,17 @@ def _another_shape(found: dict[Any, Any]) -> None:
     state["exp_avg"] = state["exp_avg"].T.clone()
 
 
-NUMBERED_FAULTS = [
+NUMBERED_FAULTS: list[tuple[Edit, str]] = [
     (_swapped, "has other values than the weight"),
-    (_one_less, "parameters; by their shapes"),
-    (_without_decay, "do not say wd_mult"),
-    (_same_decay, "have the same settings"),
+    (lambda found: _groups(found)[0]["params"].pop(), "parameters; by their shapes"),
+    (lambda found: [group.pop("wd_mult") for group in _groups(found)], "do not say wd_mult"),
+    (lambda found: [group.update(wd_mult=1.0) for group in _groups(found)], "have the same settings"),
     (_another_shape, "has the shape"),
 ]
 
 
 @pytest.mark.parametrize(("edit", "words"), NUMBERED_FAULTS)
-def test_an_unknown_order_of_numbered_states(edit: Callable[[Any], None], words: str, folder: Path) -> None:
+def test_an_unknown_order_of_numbered_states(edit: Edit, words: str, folder: Path) -> None:
     write(Run(), folder)
     _edited(folder / ITERATION / "mp_rank_00" / MODEL, edit)
     _refused(folder, "UNSUPPORTED", words, optimizer=True)
