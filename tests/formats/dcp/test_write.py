@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,37 +20,16 @@ from tests.formats.dcp.peers.loading import run
 from tests.formats.dcp.peers.processes import start
 from tests.formats.dcp.peers.truth import CODES, hold
 from tests.formats.dcp.peers.world import CHECKPOINT, FULL, PLAIN, TRUTH, octets
+from tests.formats.drafts import build
 from tests.formats.refusals import refuses
 from transaxle.errors import Code, Refused
-from transaxle.formats.catalog import BITS, Draft, Spec, nbytes
+from transaxle.formats.catalog import BITS, Spec, nbytes
 from transaxle.formats.dcp.draft import draft, frame
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.pickled.descriptors import DType
 
 WRITTEN = sorted(code for code in BITS if not code.startswith("F6"))
 PARAMETER = "layers.0.weight"
-
-
-def build(plan: Draft, folder: Path, data: Mapping[str, bytes]) -> Path:
-    folder.mkdir(exist_ok=True)
-    files = {file: bytearray(size) for file, size in plan.files.items()}
-    known = {file: bytearray(size) for file, size in plan.files.items()}
-    for fragment in plan.fragments:
-        span = slice(fragment.offset, fragment.offset + len(fragment.data))
-        files[fragment.file][span] = fragment.data
-        known[fragment.file][span] = bytes([1]) * len(fragment.data)
-    for name, entry in plan.entries.items():
-        at = 0
-        for extent in entry.extents:
-            size = nbytes(entry.dtype, extent.shape)
-            files[extent.file][extent.offset : extent.offset + size] = data[name][at : at + size]
-            known[extent.file][extent.offset : extent.offset + size] = bytes([2]) * size
-            at += size
-        assert at == len(data[name])
-    for file, content in files.items():
-        assert 0 not in known[file], "bytes that belong to nothing"
-        folder.joinpath(file).write_bytes(content)
-    return folder
 
 
 def filled(specs: list[Spec]) -> dict[str, bytes]:

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.formats.drafts import damage
 from tests.formats.pickled.assemble import FILE, RECORD, call, name, program, read, text, value
 from tests.formats.refusals import refuses
 from transaxle.errors import TransaxleError
@@ -356,18 +357,7 @@ def _saved() -> list[bytes]:
     return made
 
 
-@given(st.data(), st.sampled_from(_saved()))
+@given(st.sampled_from(_saved()).flatmap(damage))
 @settings(max_examples=500)
-def test_changed_pickles_give_a_value_or_a_refusal(choice: st.DataObject, data: bytes) -> None:
-    changed = bytearray(data)
-    for _ in range(choice.draw(st.integers(1, 5))):
-        at = choice.draw(st.integers(0, len(changed) - 1))
-        kind = choice.draw(st.sampled_from(["set", "cut", "insert"]))
-        if kind == "set":
-            changed[at] = choice.draw(st.integers(0, 255))
-        elif kind == "cut":
-            del changed[at : at + choice.draw(st.integers(1, 20))]
-            changed = changed or bytearray(b".")
-        else:
-            changed[at:at] = choice.draw(st.binary(max_size=8))
-    survives(bytes(changed))
+def test_changed_pickles_give_a_value_or_a_refusal(data: bytes) -> None:
+    survives(data)

@@ -14,6 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.formats.drafts import build
 from tests.formats.files import FILE, INDEX, library
 from tests.formats.refusals import refuses
 from tests.formats.safetensors.test_reader import every_dtype, octets
@@ -25,19 +26,6 @@ from transaxle.formats.torch_file.draft import draft as torch_draft
 
 Sink = Callable[..., Draft]
 STATE = "optimizer"
-
-
-def build(plan: Draft, folder: Path, data: Mapping[str, bytes]) -> None:
-    files = {file: bytearray(size) for file, size in plan.files.items()}
-    for fragment in plan.fragments:
-        files[fragment.file][fragment.offset : fragment.offset + len(fragment.data)] = fragment.data
-    for name, entry in plan.entries.items():
-        (extent,) = entry.extents
-        files[extent.file][extent.offset : extent.offset + entry.nbytes] = data[name]
-    for file, content in files.items():
-        assert len(content) == plan.files[file]
-        folder.joinpath(file).parent.mkdir(exist_ok=True)
-        folder.joinpath(file).write_bytes(content)
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor], folder: Path) -> list[Spec]:

@@ -13,11 +13,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.formats.drafts import build
 from tests.formats.refusals import refuses
 from tests.formats.torch_file.made import octets
 from tests.formats.torch_file.test_reader import QUANTIZED, torch_dtypes
 from transaxle.errors import Code, TransaxleError
-from transaxle.formats.catalog import Draft, Spec, nbytes
+from transaxle.formats.catalog import Spec, nbytes
 from transaxle.formats.detect import open_container
 from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.interpreter import Bounds
@@ -26,25 +27,6 @@ from transaxle.formats.torch_file.draft import draft
 
 WHOLE = "pytorch_model.bin"
 INDEX = f"{WHOLE}.index.json"
-
-
-def fill(folder: Path, made: Draft) -> dict[str, bytes]:
-    """Write a draft, every tensor with bytes of its own; return them."""
-    for file, size in made.files.items():
-        data = bytearray(b"\xee" * size)
-        for fragment in made.fragments:
-            if fragment.file == file:
-                data[fragment.offset : fragment.offset + len(fragment.data)] = fragment.data
-        (folder / file).write_bytes(data)
-    contents = {}
-    for number, entry in enumerate(made.entries.values()):
-        (extent,) = entry.extents
-        most = 2 if entry.dtype == "BOOL" else 251
-        contents[entry.name] = bytes((7 * number + at) % most for at in range(entry.nbytes))
-        with (folder / extent.file).open("r+b") as out:
-            out.seek(extent.offset)
-            out.write(contents[entry.name])
-    return contents
 
 
 def laid_out(data: bytes) -> bytes:
@@ -90,7 +72,12 @@ def specs(names: Mapping[str, torch.dtype]) -> list[Spec]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_torch_loads_every_type(tmp_path: Path, mapped: bool) -> None:
     kinds = {name: kind for name, kind in torch_dtypes().items() if name not in QUANTIZED}
-    contents = fill(tmp_path, draft(specs(kinds)))
+    made = draft(specs(kinds))
+    contents = {
+        entry.name: bytes((7 * number + at) % (2 if entry.dtype == "BOOL" else 251) for at in range(entry.nbytes))
+        for number, entry in enumerate(made.entries.values())
+    }
+    build(made, tmp_path, contents)
     found = torch.load(tmp_path / WHOLE, weights_only=True, mmap=mapped)
     assert list(found) == list(kinds)
     for name, kind in kinds.items():

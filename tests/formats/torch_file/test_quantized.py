@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import io
-import os
 import pickle
 import sys
 import zipfile
@@ -19,7 +18,7 @@ import pytest
 import torch
 
 import transaxle as tx
-from tests.formats.pickled.assemble import touches
+from tests.formats.dcp.damage import MARKER, Evil
 from tests.oracles import te_pickles
 from tests.oracles.te_pickles import (
     BLOCKWISE,
@@ -222,12 +221,7 @@ def test_ties_are_found_buffer_by_buffer(tmp_path: Path) -> None:
 
 def test_extra_state_in_every_form(tmp_path: Path) -> None:
     """Bytes in a tensor are a tensor; an empty one says that there is none; older forms are listed. None is opened."""
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, tuple[str]]:
-            return os.system, (touches(tmp_path),)
-
-    state = pickle.dumps({"recipe": Evil(), "scale_fwd": torch.ones(3)})
+    state = pickle.dumps({"recipe": Evil(tmp_path), "scale_fwd": torch.ones(3)})
     saved = io.BytesIO()
     torch.save({"scale_fwd": torch.ones(3)}, saved)
     place = tmp_path / FILE
@@ -245,7 +239,7 @@ def test_extra_state_in_every_form(tmp_path: Path) -> None:
         assert checkpoint["a._extra_state"].tobytes() == state
         assert checkpoint["b._extra_state"].shape == (0,)
         assert dict(checkpoint.metadata[LEFT]) == {"c._extra_state": "_io.BytesIO", "d._extra_state": "None"}
-    assert not (tmp_path / "marker").exists()
+    assert not (tmp_path / MARKER).exists()
 
 
 # What torch itself writes of such classes.

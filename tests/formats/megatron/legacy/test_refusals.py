@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import transaxle as tx
+from tests.formats.dcp.damage import MARKER, Evil
 from tests.formats.megatron.legacy.run import FLAT, MODEL, Run, hub, write
 from tests.formats.refusals import refuses
 from transaxle.errors import TransaxleError
@@ -76,21 +76,12 @@ def test_a_missing_optimizer_file(folder: Path) -> None:
         assert len(truth[""]) == 39
 
 
-class _Hostile:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
 @pytest.mark.parametrize(("file", "key"), [(MODEL, "args"), (MODEL, "rng_state"), (FLAT, "iteration")])
 def test_a_hostile_pickle_is_not_executed(file: str, key: str, folder: Path) -> None:
     write(Run(optimizer="flat"), folder)
-    trap = folder / "sprung"
-    _edited(folder / ITERATION / "mp_rank_00" / file, lambda found: found.update({key: _Hostile(trap)}))
-    _refused(folder, "UNSAFE_PICKLE", "mkdir", optimizer=True)
-    assert not trap.exists()
+    _edited(folder / ITERATION / "mp_rank_00" / file, lambda found: found.update({key: Evil(folder)}))
+    _refused(folder, "UNSAFE_PICKLE", "posix.system", optimizer=True)
+    assert not (folder / MARKER).exists()
 
 
 def test_enums_among_the_arguments_are_only_described(folder: Path) -> None:
