@@ -32,6 +32,7 @@ SIZE = call(name("torch", "Size"), (2, 3))
 VIEW = call(
     name("torch._utils", "_rebuild_tensor_v2"), 7, 0, (2, 3), (3, 1), False, call(name("collections", "OrderedDict"))
 )
+HOMES = {kind: f"{PACKAGE}.tensor.{module}" for kind, module in MODULES.items()}
 BUFFERS = {
     argument
     for order in ORDERS.values()
@@ -83,8 +84,7 @@ def test_both_forms_are_found_at_any_protocol(kind: str) -> None:
     release = NEWEST[kind]
     whole = given(release, nvfp4_e4m3_max=448)
     arguments = [whole.get(argument, False) for argument in release.arguments]
-    module, attribute = f"{PACKAGE}.tensor.{MODULES[kind]}", FUNCTIONS[kind]
-    stacked = plain(module) + plain(attribute) + b"\x93"
+    stacked = plain(HOMES[kind]) + plain(FUNCTIONS[kind]) + b"\x93"
     assert isinstance(value(call(stacked, *arguments)), Quantized)
 
 
@@ -102,29 +102,34 @@ def test_a_tensor_that_a_recipe_leaves_alone() -> None:
 # What is not among them.
 
 
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("attribute", ["__init__", "__reduce_ex__", "dequantize", "_make_in_reduce_ex.__func__", ""])
-def test_no_other_attribute_can_be_reached(kind: str, attribute: str) -> None:
-    module = f"{PACKAGE}.tensor.{MODULES[kind]}"
-    error = refused(call(member(module, kind, attribute), VIEW), "UNSAFE_PICKLE", f"{module}.{kind}")
-    assert len(error.refusals) == 1
+OUTSIDE = (
+    ("torch", "Tensor"), ("transformer_engine_torch", "DType"), (f"{PACKAGE}.tensor.mxfp8_tensor", "Float8Tensor"),
+    (f"{PACKAGE}.tensor.mxfp8_tensor", "MXFP8Quantizer"), (f"{PACKAGE}.mxfp8_tensor", "MXFP8Tensor"), ("os", "system"),
+)  # fmt: skip
+"""Classes whose methods are not read."""
+OF_PACKAGE = (
+    (f"{PACKAGE}.tensor.hybrid_tensor", "_make_hybrid_quantized_tensor_in_reduce_ex"),
+    (f"{PACKAGE}.tensor.float8_tensor", "_make_mxfp8_tensor_in_reduce_ex"),
+    (f"{PACKAGE}.tensor.float8_tensor", "torch"),
+    (f"{PACKAGE}.tensor.storage.mxfp8_tensor_storage", "MXFP8TensorStorage"),
+    ("transformer_engine_torch", "quantize"),
+    ("transformer_engine.common.recipe", "DelayedScaling"),
+)
+ATTRIBUTES = ("__init__", "__reduce_ex__", "dequantize", "_make_in_reduce_ex.__func__", "")
+UNREACHABLE = (
+    *((member(HOMES[kind], kind, each), f"{HOMES[kind]}.{kind}") for kind in MODULES for each in ATTRIBUTES),
+    *((member(*cls, "_make_in_reduce_ex"), f".{cls[1]}") for cls in OUTSIDE),
+    *((name(*where), ".".join(where)) for where in OF_PACKAGE),
+)
 
 
-def test_the_method_of_another_class_is_not_reached() -> None:
-    for module, cls in (
-        ("torch", "Tensor"),
-        ("transformer_engine_torch", "DType"),
-        (f"{PACKAGE}.tensor.mxfp8_tensor", "Float8Tensor"),
-        (f"{PACKAGE}.tensor.mxfp8_tensor", "MXFP8Quantizer"),
-        (f"{PACKAGE}.mxfp8_tensor", "MXFP8Tensor"),
-        ("os", "system"),
-    ):
-        refused(call(member(module, cls, "_make_in_reduce_ex"), VIEW), "UNSAFE_PICKLE", f".{cls}")
+@pytest.mark.parametrize(("function", "said"), UNREACHABLE)
+def test_nothing_else_can_be_reached(function: bytes, said: str) -> None:
+    assert len(refused(call(function, VIEW), "UNSAFE_PICKLE", said).refusals) == 1
 
 
 def test_getattr_is_of_classes_only() -> None:
-    module = f"{PACKAGE}.tensor.{MODULES[FLOAT8]}"
-    function = name("builtins", "getattr")
+    module, function = HOMES[FLOAT8], name("builtins", "getattr")
     bound = member(module, FLOAT8, "_make_in_reduce_ex")
     for args in (
         (bound, "__func__"),
@@ -139,21 +144,6 @@ def test_getattr_is_of_classes_only() -> None:
         with pytest.raises(TransaxleError) as error:
             value(call(function, *args))
         assert {refusal.code for refusal in error.value.refusals} <= {"CORRUPT", "UNSAFE_PICKLE"}
-
-
-@pytest.mark.parametrize(
-    ("module", "attribute"),
-    [
-        (f"{PACKAGE}.tensor.hybrid_tensor", "_make_hybrid_quantized_tensor_in_reduce_ex"),
-        (f"{PACKAGE}.tensor.float8_tensor", "_make_mxfp8_tensor_in_reduce_ex"),
-        (f"{PACKAGE}.tensor.float8_tensor", "torch"),
-        (f"{PACKAGE}.tensor.storage.mxfp8_tensor_storage", "MXFP8TensorStorage"),
-        ("transformer_engine_torch", "quantize"),
-        ("transformer_engine.common.recipe", "DelayedScaling"),
-    ],
-)
-def test_other_names_of_the_package_are_refused(module: str, attribute: str) -> None:
-    refused(call(name(module, attribute), VIEW), "UNSAFE_PICKLE", f"{module}.{attribute}")
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release.kind} {release.version}")
@@ -238,9 +228,8 @@ def test_nothing_is_given_to_such_a_tensor() -> None:
 
 
 def test_a_class_that_is_called_otherwise_is_a_tensor_that_is_not_read() -> None:
-    module = f"{PACKAGE}.tensor.{MODULES[MXFP8]}"
-    made = value(name(module, MXFP8) + b")\x81")
+    made = value(name(HOMES[MXFP8], MXFP8) + b")\x81")
     assert isinstance(made, Object)
-    assert made.cls == Global(module, MXFP8)
+    assert made.cls == Global(HOMES[MXFP8], MXFP8)
     (leaf,) = flatten({"a": made}, FILE)
     assert leaf.kind == "tensor"

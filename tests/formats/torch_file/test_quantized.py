@@ -317,35 +317,36 @@ def test_what_torch_saves_of_a_class_that_reduces_so(
 # What is refused.
 
 
+def _type(number: int) -> bytes:
+    return call(name(f"{PACKAGE}.constants", "DType"), number)
+
+
+_FORMAT = restored(name("transformer_engine_torch", "Float8BlockScaleTensorFormat"), 2)
+_ROWS = SMALL[NVFP4].buffers
+COLUMNS = Tensor(
+    NVFP4, {"columnwise_data": _ROWS["rowwise_data"], "amax_columnwise": _ROWS["amax_rowwise"]},
+    SMALL[NVFP4].values, SMALL[NVFP4].shape, SMALL[NVFP4].settings, SMALL[NVFP4].code,
+)  # fmt: skip
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    ("kind", "changed", "words"),
+    ("tensor", "changed", "words"),
     [
-        (MXFP8, {"with_gemm_swizzled_scales": True}, "order of a matrix-multiply kernel"),
-        (NVFP4, {"with_gemm_swizzled_scales": True}, "order of a matrix-multiply kernel"),
-        (NVFP4, {"row_scaled_nvfp4": True}, "a separate amax for every row"),
-        (NVFP4, {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 224}, "computed for a maximum of 224"),
-        (NVFP4, {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 1 << 900}, "computed for a maximum"),
-        (NVFP4, {"rowwise_data": None, "columnwise_data": name("torch", "uint8")}, ""),
-        (BLOCKWISE, {"data_format": 2}, "format 2"),
-        (FLOAT8, {"codes": 10}, "type 10"),
-        (FLOAT8, {"codes": 6}, "type 6"),
-        (NVFP4, {"codes": 7}, "type 7"),
-        (MXFP8, {"codes": 0}, "type 0"),
+        (SMALL[MXFP8], {"with_gemm_swizzled_scales": True}, "order of a matrix-multiply kernel"),
+        (SMALL[NVFP4], {"with_gemm_swizzled_scales": True}, "order of a matrix-multiply kernel"),
+        (SMALL[NVFP4], {"row_scaled_nvfp4": True}, "a separate amax for every row"),
+        (SMALL[NVFP4], {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 224}, "computed for a maximum of 224"),
+        (SMALL[NVFP4], {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 1 << 900}, "computed for a maximum"),
+        (COLUMNS, {}, "only columnwise codes"),
+        (SMALL[BLOCKWISE], {"data_format": _FORMAT}, "format 2"),
+        (SMALL[FLOAT8], {"codes": _type(10)}, "type 10"),
+        (SMALL[FLOAT8], {"codes": _type(6)}, "type 6"),
+        (SMALL[NVFP4], {"codes": _type(7)}, "type 7"),
+        (SMALL[MXFP8], {"codes": _type(0)}, "type 0"),
     ],
 )
-def test_what_no_view_can_express(kind: str, changed: dict[str, Any], words: str, tmp_path: Path) -> None:
-    changed = dict(changed)
-    if "codes" in changed:
-        changed["codes"] = call(name(f"{PACKAGE}.constants", "DType"), changed["codes"])
-    if "data_format" in changed:
-        changed["data_format"] = restored(name("transformer_engine_torch", "Float8BlockScaleTensorFormat"), 2)
-    tensor = SMALL[kind]
-    if "columnwise_data" in changed:
-        changed = {}
-        buffers = {"columnwise_data": tensor.buffers["rowwise_data"], "amax_columnwise": tensor.buffers["amax_rowwise"]}
-        tensor = Tensor(kind, buffers, tensor.values, tensor.shape, tensor.settings, tensor.code)
-        words = "only columnwise codes"
+def test_what_no_view_can_express(tensor: Tensor, changed: dict[str, Any], words: str, tmp_path: Path) -> None:
     refused(tmp_path, tensor, "UNSUPPORTED", words, **changed)
 
 
