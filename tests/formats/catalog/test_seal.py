@@ -23,11 +23,20 @@ SMALL: dict[str, np.ndarray[Any, Any]] = {
     "empty": np.zeros((0, 3), np.float32),
     "z": np.array(3, np.int64),
 }
-TARGETS = [("out.safetensors", "safetensors"), ("out.pt", "torch")]
+TARGETS = {"out.safetensors": "safetensors", "out.pt": "torch"}
+of_each_format = pytest.mark.parametrize("name", TARGETS)
 
 
-def _small(folder: Path) -> Path:
-    return checkpoints.write(folder, SMALL, config=None)
+def _sealed(folder: Path, name: str = "out.safetensors") -> Path:
+    """Convert the small checkpoint beside it into one file."""
+    source, file = checkpoints.write(folder / "small", SMALL, config=None), folder / name
+    tx.convert(source, file, to=TARGETS[name], sync=False)
+    return file
+
+
+def _is_verified(place: Path | str) -> bool:
+    found = tx.verify(place)
+    return found.ok and found.against == "digests"
 
 
 def _seen(file: Path) -> bool:
@@ -46,19 +55,17 @@ def _flipped(file: Path, data: bytes, at: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "step"),
+    ("name", "step"),
     [
-        ("out.safetensors", "safetensors", 5),
-        pytest.param("out.safetensors", "safetensors", 1, marks=pytest.mark.oracle),
-        ("out.pt", "torch", 23),
-        pytest.param("out.pt", "torch", 1, marks=pytest.mark.oracle),
+        ("out.safetensors", 5),
+        pytest.param("out.safetensors", 1, marks=pytest.mark.oracle),
+        ("out.pt", 23),
+        pytest.param("out.pt", 1, marks=pytest.mark.oracle),
     ],
 )
-def test_a_flip_of_any_byte_is_found(name: str, form: str, step: int, tmp_path: Path) -> None:
-    file = tmp_path / name
-    tx.convert(_small(tmp_path / "small"), file, to=form, sync=False)
-    found = tx.verify(file)
-    assert (found.ok, found.against) == (True, "digests")
+def test_a_flip_of_any_byte_is_found(name: str, step: int, tmp_path: Path) -> None:
+    file = _sealed(tmp_path, name)
+    assert _is_verified(file)
     data = file.read_bytes()
     unseen = []
     for at in range(0, len(data), step):
@@ -70,11 +77,10 @@ def test_a_flip_of_any_byte_is_found(name: str, form: str, step: int, tmp_path: 
     assert tx.verify(file)
 
 
-@pytest.mark.parametrize(("name", "form"), TARGETS)
-def test_others_read_it_as_ever(name: str, form: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    tx.convert(_small(tmp_path / "small"), file, to=form, sync=False)
-    if form == "torch":
+@of_each_format
+def test_others_read_it_as_ever(name: str, tmp_path: Path) -> None:
+    file = _sealed(tmp_path, name)
+    if name == "out.pt":
         found = torch.load(file, weights_only=True)
         mapped = torch.load(file, weights_only=True, mmap=True)
         assert found.keys() == mapped.keys()
@@ -92,8 +98,7 @@ def test_others_read_it_as_ever(name: str, form: str, tmp_path: Path) -> None:
 
 def test_a_digest_that_was_taken_out_is_said_to_be_absent(tmp_path: Path) -> None:
     """Such a file is like any other's: nothing but its structure is known, and nothing else is claimed."""
-    file = tmp_path / "out.safetensors"
-    tx.convert(_small(tmp_path / "small"), file, to="safetensors", sync=False)
+    file = _sealed(tmp_path)
     save_file(load_file(file), tmp_path / "other.safetensors")
     assert tx.verify(tmp_path / "other.safetensors").against == "structure"
     with safe_open(file, "pt") as opened:
@@ -106,8 +111,7 @@ def test_a_digest_that_was_taken_out_is_said_to_be_absent(tmp_path: Path) -> Non
 
 def test_digests_of_other_tensors_are_found(tmp_path: Path) -> None:
     """A file whose tensors another program has changed, and that kept the notes."""
-    file = tmp_path / "out.safetensors"
-    tx.convert(_small(tmp_path / "small"), file, to="safetensors", sync=False)
+    file = _sealed(tmp_path)
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()
     save_file({key: tensor + 1 for key, tensor in load_file(file).items()}, file, metadata)
@@ -116,17 +120,16 @@ def test_digests_of_other_tensors_are_found(tmp_path: Path) -> None:
     assert {problem.where.tensor for problem in found.problems} >= {"a.weight", "b.bias", "z"}
 
 
-@pytest.mark.parametrize(("name", "form"), TARGETS)
-def test_a_saved_model_in_one_file_too(name: str, form: str, tmp_path: Path) -> None:
+@of_each_format
+def test_a_saved_model_in_one_file_too(name: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     file = tmp_path / name
     for held in (None, optimizer):
-        tx.save(model, file, to=form, overwrite=True, optimizer=held)
-        assert tx.verify(file).against == "digests"
-        assert tx.verify(file)
+        tx.save(model, file, to=TARGETS[name], overwrite=True, optimizer=held)
+        assert _is_verified(file)
         data = file.read_bytes()
         for at in random.Random(1).sample(range(len(data)), 10):
             _flipped(file, data, at, 3)
@@ -134,26 +137,20 @@ def test_a_saved_model_in_one_file_too(name: str, form: str, tmp_path: Path) -> 
             file.write_bytes(data)
 
 
-@pytest.mark.parametrize(("name", "form"), TARGETS)
-def test_at_a_url_too(name: str, form: str, tmp_path: Path) -> None:
-    local, url = tmp_path / name, f"memory://sealed/{tmp_path.name}/{name}"
-    tx.convert(_small(tmp_path / "small"), local, to=form, sync=False)
-    tx.convert(tmp_path / "small", url, to=form)
-    assert tx.verify(url).against == "digests"
-    assert tx.verify(url)
+@of_each_format
+def test_at_a_url_too(name: str, tmp_path: Path) -> None:
+    local, url = _sealed(tmp_path, name), f"memory://sealed/{tmp_path.name}/{name}"
+    tx.convert(tmp_path / "small", url, to=TARGETS[name])
+    assert _is_verified(url)
     assert tx.verify(url, local)
-    model = nn.Linear(3, 4)
-    tx.save(model, url, to=form, overwrite=True)
-    assert tx.verify(url).against == "digests"
-    assert tx.verify(url)
+    tx.save(nn.Linear(3, 4), url, to=TARGETS[name], overwrite=True)
+    assert _is_verified(url)
 
 
-@pytest.mark.parametrize(("name", "form"), TARGETS)
-def test_the_same_bytes_are_finished(name: str, form: str, tmp_path: Path) -> None:
+@of_each_format
+def test_the_same_bytes_are_finished(name: str, tmp_path: Path) -> None:
     """`--resume` finds a file that is just what it would write, and one that is not."""
-    file = tmp_path / name
-    source = _small(tmp_path / "small")
-    tx.convert(source, file, to=form, sync=False)
+    source, file, form = tmp_path / "small", _sealed(tmp_path, name), TARGETS[name]
     data = file.read_bytes()
     assert tx.convert(source, file, to=form, resume=True, sync=False).resumed == len(SMALL)
     for at in (len(data) // 2, len(data) - 30, 40):

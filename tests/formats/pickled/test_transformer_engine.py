@@ -117,15 +117,17 @@ OF_PACKAGE = (
 )
 ATTRIBUTES = ("__init__", "__reduce_ex__", "dequantize", "_make_in_reduce_ex.__func__", "")
 UNREACHABLE = (
-    *((member(HOMES[kind], kind, each), f"{HOMES[kind]}.{kind}") for kind in MODULES for each in ATTRIBUTES),
-    *((member(*cls, "_make_in_reduce_ex"), f".{cls[1]}") for cls in OUTSIDE),
-    *((name(*where), ".".join(where)) for where in OF_PACKAGE),
+    *((member(HOMES[kind], kind, each), f"{HOMES[kind]}.{kind}", True) for kind in MODULES for each in ATTRIBUTES),
+    *((member(*cls, "_make_in_reduce_ex"), f".{cls[1]}", False) for cls in OUTSIDE),
+    *((name(*where), ".".join(where), True) for where in OF_PACKAGE),
 )
+"""What is called, what is said of it, and whether that is all."""
 
 
-@pytest.mark.parametrize(("function", "said"), UNREACHABLE)
-def test_nothing_else_can_be_reached(function: bytes, said: str) -> None:
-    assert len(refused(call(function, VIEW), "UNSAFE_PICKLE", said).refusals) == 1
+@pytest.mark.parametrize(("function", "said", "is_all"), UNREACHABLE, ids=[said for _, said, _ in UNREACHABLE])
+def test_nothing_else_can_be_reached(function: bytes, said: str, is_all: bool) -> None:
+    error = refused(call(function, VIEW), "UNSAFE_PICKLE", said)
+    assert not is_all or len(error.refusals) == 1
 
 
 def test_getattr_is_of_classes_only() -> None:
