@@ -140,10 +140,8 @@ def test_a_catalog_that_is_not_true(tmp_path: Path, entry: Any, code: str, said:
     storage = storage_at(str(tmp_path))
     good = Container("tiny", "x", storage, {"a": _entry()}, {RAW: 16})
     check_container(KIND, good, RAW)
-    with refuses(code) as caught:
+    with refuses(code, said, "tiny-format 1.0"):
         check_container(KIND, msgspec.structs.replace(good, entries={name: entry}), RAW)
-    assert said in str(caught.value.refusals[0].message)
-    assert "tiny-format 1.0" in caught.value.refusals[0].message
     storage.close()
 
 
@@ -168,10 +166,8 @@ DRAFTS = {
 def test_a_draft_that_is_not_true(draft: Any, code: str, said: str) -> None:
     specs = [Spec(name, "F32", (2,)) for name in ("a", "b")]
     check_draft(KIND, _draft({"b": 1, "a": 9}, 17, head=b"x"), specs)
-    with refuses(code) as caught:
+    with refuses(code, said, "tiny-format 1.0"):
         check_draft(KIND, draft, specs)
-    assert said in caught.value.refusals[0].message
-    assert "tiny-format 1.0" in caught.value.refusals[0].message
 
 
 def test_a_package_s_exception_names_it() -> None:
