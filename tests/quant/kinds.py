@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from tests.some import a
 from transaxle.quant import (
@@ -47,6 +48,12 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     assert type(tensor) is torch.Tensor
     whole = tensor.detach().contiguous()
     return (whole if whole.dim() else whole.reshape(1)).view(torch.uint8)
+
+
+def same_state(first: nn.Module, second: nn.Module) -> bool:
+    """Whether the state dicts of two modules have the same entries, byte by byte."""
+    one, two = first.state_dict(), second.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(raw(one[n].detach()), raw(two[n].detach())) for n in one)
 
 
 def same(first: object, second: object) -> bool:

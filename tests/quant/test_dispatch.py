@@ -111,6 +111,7 @@ def _cells() -> Iterator[tuple[str, str, str]]:
 
 
 CELLS = list(_cells())
+five = pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
 
 
 def test_the_page_and_this_file_name_the_same_operations() -> None:
@@ -146,7 +147,7 @@ def _several(found: object) -> list[torch.Tensor]:
     return [one for one in several if isinstance(one, torch.Tensor)]
 
 
-@pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
+@five
 def test_views_share_what_they_are_views_of(quantizer: Quantizer) -> None:
     made = quantizer.quantize(values(ROWS, COLUMNS))
     made.narrow(0, 0, ROWS).view(-1).view(ROWS, COLUMNS).detach().copy_(_twin(made, seed=3))
@@ -154,13 +155,13 @@ def test_views_share_what_they_are_views_of(quantizer: Quantizer) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
+@five
 def test_no_dims_are_one_element(quantizer: Quantizer, device: str) -> None:
     made = quantizer.quantize(values(4, 32)).new_empty((), device=device)
     assert (made.numel(), made.dequantize().shape, made.clone().device.type) == (1, (), device)
 
 
-@pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
+@five
 def test_assigned_rows_are_quantized(quantizer: Quantizer) -> None:
     made, x = quantizer.quantize(values(ROWS, COLUMNS)), values(ROWS, COLUMNS, seed=3)
     plain = torch.zeros(ROWS, COLUMNS, dtype=made.dtype)

@@ -100,9 +100,6 @@ def test_what_is_no_matrix_of_numbers_is_refused(x: torch.Tensor, code: str) -> 
     with pytest.raises(TransaxleError) as refused:
         Float8CurrentScaling().quantize(x)
     assert refused.value.code == code
-
-
-def test_rows_outside_the_matrix_are_refused() -> None:
     with pytest.raises(TransaxleError, match="rows 8 to 12 lie outside a matrix of 10 rows"):
         MXFP8().quantize(values(4, 32), start=8, whole=10)
 
@@ -207,10 +204,7 @@ def test_both_usages_by_formulas_written_out(shape: tuple[int, int], square: boo
     assert np.array_equal(_nibbles(parts["columnwise_data"]), codes.T)
     assert np.array_equal(raw(parts["columnwise_scale_inv"]).numpy(), scales.T)
     assert np.array_equal(made.dequantize(torch.float32, columnwise=True).numpy(), told.T)
-    if square:
-        assert torch.equal(made.dequantize(), made.dequantize(columnwise=True))
-    else:
-        assert not torch.equal(made.dequantize(), made.dequantize(columnwise=True))
+    assert torch.equal(made.dequantize(), made.dequantize(columnwise=True)) is square
 
 
 @RULES

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, product
 from math import prod
@@ -295,47 +296,34 @@ def test_place_is_what_distribute_tensor_does(shape: tuple[int, ...], placements
                 assert found.tolist() == local.tolist(), (size, placement, coordinate)
 
 
-def test_place_refuses_a_dim_that_is_not_there() -> None:
-    for dim in (2, -3):
-        with pytest.raises(Refused, match=rf"dim {dim} is split, but the shape is \[4, 5\]") as caught:
-            place((4, 5), [MeshCut(dim, 2, 0)])
-        assert caught.value.code == "SHAPE_MISMATCH"
+WIDTHS, HALVES = Widths((126, 0, 125)), PerComponent((6, 6), (Shard(), Shard()))
 
 
-def test_widths_are_taken_as_given() -> None:
-    rule = Widths((126, 0, 125))
-    assert [rule(whole(251), 3, rank) for rank in range(3)] == [((0, 126),), (), ((126, 251),)]
+def test_rows_are_those_that_a_rule_names() -> None:
+    assert [WIDTHS(whole(251), 3, rank) for rank in range(3)] == [((0, 126),), (), ((126, 251),)]
     assert rows(Widths((1, 3))(((2, 4), (8, 10)), 2, 1)) == [3, 8, 9]
-    for parts, total in ((3, 250), (2, 251)):
-        with pytest.raises(Refused, match=rf"\[126, 0, 125\] over {parts} ranks do not sum to {total} rows") as caught:
-            rule(whole(total), parts, 0)
-        assert caught.value.code == "SHAPE_MISMATCH"
+    assert all(Replicated()(((2, 5), (9, 12)), 3, rank) == ((2, 5), (9, 12)) for rank in range(3))
 
 
-def test_replicated_rows_are_everywhere() -> None:
-    some = ((2, 5), (9, 12))
-    assert all(Replicated()(some, 3, rank) == some for rank in range(3))
-
-
-def shards(tensor: torch.Tensor, parts: int, widths: Sequence[int] | None = None) -> list[torch.Tensor]:
-    """The shards of one component, empty ones included."""
-    pieces = list(tensor.split(list(widths)) if widths else tensor.chunk(parts))
-    return pieces + [tensor[:0]] * (parts - len(pieces))
+@pytest.mark.parametrize(("share", "words"), [
+    (lambda: place((4, 5), [MeshCut(2, 2, 0)]), "dim 2 is split, but the shape is [4, 5]"),
+    (lambda: place((4, 5), [MeshCut(-3, 2, 0)]), "dim -3 is split, but the shape is [4, 5]"),
+    (lambda: WIDTHS(whole(250), 3, 0), "[126, 0, 125] over 3 ranks do not sum to 250 rows"),
+    (lambda: WIDTHS(whole(251), 2, 0), "[126, 0, 125] over 2 ranks do not sum to 251 rows"),
+    (lambda: HALVES(whole(11), 2, 0), "components [6, 6] do not sum to 11 rows"),
+])  # fmt: skip
+def test_a_rule_that_does_not_fit_the_dim_is_refused(share: Callable[[], object], words: str) -> None:
+    with pytest.raises(Refused, match=re.escape(words)) as caught:
+        share()
+    assert caught.value.code == "SHAPE_MISMATCH"
 
 
 def test_components_are_cut_again_by_the_next_mesh_dim() -> None:
     gate, up = arange(6), arange(6, start=100)
-    rule = PerComponent((6, 6), (Shard(), Shard()))
     for first, second in product(range(2), range(3)):
         local = torch.cat([gate.chunk(2)[first], up.chunk(2)[first]]).chunk(3)[second]
-        held = place((12,), [MeshCut(0, 2, first, rule), MeshCut(0, 3, second)])
+        held = place((12,), [MeshCut(0, 2, first, HALVES), MeshCut(0, 3, second)])
         assert rows(held[0]) == [i % 100 + (6 if i >= 100 else 0) for i in local.tolist()]
-
-
-def test_components_must_fill_the_dim() -> None:
-    with pytest.raises(Refused, match=r"components \[6, 6\] do not sum to 11 rows") as caught:
-        PerComponent((6, 6), (Shard(), Shard()))(whole(11), 2, 0)
-    assert caught.value.code == "SHAPE_MISMATCH"
 
 
 # Positions of some indices of a dim's axes, against numpy's own slicing of numbered elements.
@@ -347,11 +335,7 @@ V = np.arange(75, 90).reshape(3, 5)
 
 
 def _flat(*parts: np.ndarray) -> list[int]:
-    return np.concatenate([part.reshape(-1) for part in parts]).tolist()  # type: ignore[no-any-return]
-
-
-def _listed(intervals: Positions) -> list[int]:
-    return [position for start, stop in intervals for position in range(start, stop)]
+    return [int(number) for part in parts for number in part.reshape(-1)]
 
 
 GROUPED = np.arange(90).reshape(3, 30)
@@ -373,7 +357,7 @@ GROUPED = np.arange(90).reshape(3, 30)
 def test_they_are_those_that_slicing_gives(text: str, ranges: dict[str, tuple[int, int]], wanted: list[int]) -> None:
     node = parse(text).dims[0]
     found = positions(node, SIZES, ranges)
-    assert _listed(found) == wanted
+    assert rows(found) == wanted
     assert all(stop < start for (_, stop), (start, _) in pairwise(found))  # merged, in order
 
 

@@ -30,7 +30,6 @@ from tests.axes.apply import (
     translated,
 )
 from tests.axes.toy import equal, only_refusal
-from tests.some import a
 from transaxle.axes.geometry import Interval, MeshCut, StridedShard, place
 from transaxle.axes.layout.relayout import (
     Copier,
@@ -46,7 +45,7 @@ from transaxle.axes.layout.relayout import (
 )
 from transaxle.axes.layout.relayout import fill as solve_fill
 from transaxle.axes.layout.tile import grid, scales
-from transaxle.axes.notation.expression import Axis, Expression, parse, walk
+from transaxle.axes.notation.expression import Axis, Expression, Layout, parse, walk
 from transaxle.axes.notation.family import Sizes
 from transaxle.errors import Refused, UsageError
 
@@ -54,10 +53,8 @@ SIZES = {"e": 6, "f": 4, "d": 5}
 STACKED, SINGLE, FLIPPED = (parse(text).layout(SIZES) for text in ("x[e f d]", "x[f d]", "x[e d f]"))
 
 
-def target(layout: object, *origins: Origin, **index: int) -> Target:
-    from transaxle.axes.notation.expression import Layout
-
-    return Target("out", "I64", a(Layout, layout), index, (TargetPart("x", origins),), "out = x[…]")
+def target(layout: Layout, *origins: Origin, **index: int) -> Target:
+    return Target("out", "I64", layout, index, (TargetPart("x", origins),), "out = x[…]")
 
 
 def experts(*numbers: int) -> tuple[Origin, ...]:
@@ -167,6 +164,9 @@ def test_chunks_of_a_source_may_have_strides_of_their_own() -> None:
     store.entries["y"] = Entry("I64", (4, 6), (Extent((0, 0), (4, 6), (1, 4)),))
     store.chunks["y", 0] = np.ascontiguousarray(stack.T.numpy()).reshape(-1)
     np.testing.assert_array_equal(fill(store, target(layout, Origin("y", "x", layout, {}))), stack)
+    store.put("number", np.array(7))
+    store.entries["number"] = Entry("I64", (), (Extent((), (), ()),))
+    assert fill(store, identity_target("number", store.entries["number"])).item() == 7
 
 
 def test_the_target_may_have_strides_of_its_own() -> None:
@@ -191,12 +191,6 @@ def test_a_hole_is_refused(missing: int) -> None:
     assert "x needs 120 elements here, but the source has 100" in caught.value.refusals[0].message
     others: Intervals = [[(e, e + 1) for e in range(6) if e != missing], [(0, 4)], [(0, 5)]]
     assert fill(singles, some, others).shape == (5, 4, 5)
-
-
-def test_a_number_alone_may_have_strides() -> None:
-    store = Store({"x": np.array(7)})
-    store.entries["x"] = Entry("I64", (), (Extent((), (), ()),))
-    assert fill(store, identity_target("x", store.entries["x"])).item() == 7
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3)])
@@ -290,27 +284,16 @@ def test_solve_finds_what_all_equations_agree_on() -> None:
     assert solved({"x[f d]": {(4, 5): 0}}, {}) == {"f": 4, "d": 5}
     assert solved({"x[f d]": {(4, 5): 0}}, {"width": 5}) == {"f": 4}
     assert solved({"[[x:f | y:f] d]": {(8, 5): 0}}, {}) == {"f": 4, "d": 5}
-
-
-def test_solve_goes_on_with_what_it_found() -> None:
+    # It goes on with what it found, and passes over shapes of other ranks.
     equations: dict[str, dict[Shape, int]] = {"x[(f d)]": {(20,): 0}, "y[d]": {(5,): 0}, "w[(f c)]": {(12,): 0}}
     assert solved(equations, {}) == {"d": 5, "f": 4, "c": 3}
-
-
-def test_solve_leaves_open_what_varies() -> None:
-    assert solved({"x[f d]": {(4, 5): 0, (6, 5): 1}}, {}) == {"d": 5}
-
-
-def test_solve_never_overrules_what_is_given_or_configured() -> None:
-    assert solved({"x[f d]": {(4, 5): 0}}, {"width": 7}, f=9) == {"f": 9}
-
-
-def test_solve_leaves_open_what_no_size_explains() -> None:
-    assert solved({"[[x:f | y:f]]": {(7,): 0}, "w[d]": {(5,): 0}}, {}) == {"d": 5}
-
-
-def test_solve_skips_shapes_of_other_ranks() -> None:
     assert solved({"x[f d]": {(4,): 0, (4, 5): 1}}, {}) == {"f": 4, "d": 5}
+
+
+def test_solve_leaves_open_what_varies_and_what_no_size_explains() -> None:
+    assert solved({"x[f d]": {(4, 5): 0, (6, 5): 1}}, {}) == {"d": 5}
+    assert solved({"[[x:f | y:f]]": {(7,): 0}, "w[d]": {(5,): 0}}, {}) == {"d": 5}
+    assert solved({"x[f d]": {(4, 5): 0}}, {"width": 7}, f=9) == {"f": 9}, "what is given or configured stays"
 
 
 def joined(*texts: str, tied: dict[str, str] | None = None) -> list[str]:
@@ -454,18 +437,11 @@ def test_sizes_that_are_known_are_still_held_against_shapes() -> None:
     assert translated(FUSED, "hf", "renamed", source, {"groups": 2, "ranks": 1, "head": 4}).refusals == ()
 
 
-@pytest.mark.parametrize("target", ["blocked", "apart"])
-def test_where_a_line_takes_it_apart_sizes_are_asked_for(target: str) -> None:
-    refused = translated(FUSED, "hf", target, Store(stored())).refusals
-    assert {each.code for each in refused} == {"UNKNOWN_AXIS"}
-
-
-def test_another_layout_in_the_source_takes_it_apart() -> None:
-    both = Store({**stored(), **{f"older.{i}.qkv": arange(24, 3) for i in range(2)}})
-    assert {each.code for each in translated(FUSED, "hf", "renamed", both).refusals} == {"UNKNOWN_AXIS"}
-
-
-def test_padding_is_not_moved_blindly() -> None:
+def test_where_a_line_takes_it_apart_sizes_are_asked_for() -> None:
+    """A line of the target, or another layout in the source; and padding is not moved blindly."""
+    both = {**stored(), **{f"older.{i}.qkv": arange(24, 3) for i in range(2)}}
+    for target, tensors in (("blocked", stored()), ("apart", stored()), ("renamed", both)):
+        assert {each.code for each in translated(FUSED, "hf", target, Store(tensors)).refusals} == {"UNKNOWN_AXIS"}
     view = translated(FUSED, "hf", "renamed", Store({"head": arange(8, 3)}))
     assert only_refusal(view, "UNKNOWN_AXIS").message.startswith("[[head:f | 0:p] d]")
 

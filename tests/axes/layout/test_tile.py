@@ -72,23 +72,12 @@ def refusal(target: Target, tile: Tile, store: Store, tiling: Tiling) -> Refused
 
 
 @law
-@given(
-    walking.dialects(),
-    walking.dialects(),
-    walking.sizes(),
-    st.lists(st.integers(1, 4), min_size=6, max_size=6),
-    st.lists(st.integers(1, 4), min_size=6, max_size=6),
-    st.booleans(),
-)
+@given(walking.dialects(), walking.dialects(), walking.sizes(), st.data(), st.booleans())
 def test_scales_follow_their_codes_or_are_refused(
-    source: list[walking.Line],
-    target: list[walking.Line],
-    sizes: dict[str, int],
-    mine: list[int],
-    yours: list[int],
-    chunked: bool,
+    source: list[walking.Line], target: list[walking.Line], sizes: dict[str, int], data: st.DataObject, chunked: bool
 ) -> None:
     """Any table, any tiles: what a walk over all elements finds, tile by tile."""
+    mine, yours = (data.draw(st.lists(st.integers(1, 4), min_size=6, max_size=6)) for _ in range(2))
     store = Store(walking.stored(source, sizes))
     view = translated(walking.family(source, target), "one", "two", store, {axis: sizes[axis] for axis in "abce"})
     if not any(expression.padding for _, _, expression in source):

@@ -54,14 +54,11 @@ def test_connectives_are_certain_or_unknown(values: list[bool | None], conjuncti
     assert Formula((" and " if conjunction else " or ").join(names))(names) is wanted
 
 
-def test_names() -> None:
+def test_names_and_equality() -> None:
     sparse = Formula("l in moe")
     assert Formula("heads/kv|other.heads", {}).names == {"heads", "kv", "other"}
     assert Formula("sparse and flag", {"sparse": sparse}).names == {"l", "moe", "flag"}
     assert Formula("sparse and not flag", {"sparse": sparse})({**CONFIG, "l": 2}) is True
-
-
-def test_equality_is_that_of_the_text() -> None:
     assert Formula("a", {"a": Formula("b")}) == Formula("a")
     assert len({Formula("a"), Formula("a"), Formula("b")}) == 2
 
@@ -102,15 +99,12 @@ def test_only_arithmetic_is_read(text: str, why: str) -> None:
     ("text % heads", "CORRUPT", "'%9d' is not a number"),
     ("text / heads", "CORRUPT", "'%9d' is not a number"),
     ("many * heads", "CORRUPT", "is not a number"),
-    ("1 in odd", "CORRUPT", "invalid literal"),
     ("mapping[many]", "CORRUPT", "unhashable"),
 ])  # fmt: skip
 def test_what_a_config_may_not_do_to_it(text: str, code: str, why: str) -> None:
     """Configs are untrusted: text is never formatted, lists are never multiplied, and no error goes unexplained."""
     values = {"heads": 8, "zero": 0, "text": "%9d", "many": [1], "odd": "2,²,1", "mapping": {}}
-    if text == "1 in odd":
-        assert Formula(text)(values) is True
-        return
+    assert Formula("1 in odd")(values) is True
     with pytest.raises(TransaxleError) as caught:
         Formula(text)(values)
     assert caught.value.code == code
@@ -143,18 +137,13 @@ EXPERTS = "model.layers.{}.mlp.experts."
 
 def model(generator: torch.Generator) -> dict[str, torch.Tensor]:
     """gpt-oss as its hub stores it: the experts' codes [out in], gate and up row by row in turn."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (5, 64),
-        "model.norm.weight": (64,),
-        "lm_head.weight": (5, 64),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (64,)}
+    shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (5, 64))
     for layer in range(2):
         stem = f"model.layers.{layer}."
         for letter, rows in (("q", 32), ("k", 16), ("v", 16)):
-            shapes |= {
-                f"{stem}self_attn.{letter}_proj.weight": (rows, 64),
-                f"{stem}self_attn.{letter}_proj.bias": (rows,),
-            }
+            shapes[f"{stem}self_attn.{letter}_proj.weight"] = (rows, 64)
+            shapes[f"{stem}self_attn.{letter}_proj.bias"] = (rows,)
         shapes |= {
             f"{stem}self_attn.o_proj.weight": (64, 32),
             f"{stem}self_attn.o_proj.bias": (64,),

@@ -141,11 +141,12 @@ def test_a_family_leaves_tensors_out_with_all_that_speaks_of_them() -> None:
     assert family.precise == {"extra"}
     assert [cut.text for cut in family.cuts] == ["f", "(l d)"]
     assert family.labels == ("hf",)
-    assert lines(family, "hf") == [
-        "layers.{l}.norm = n[d]",
-        "layers.{l}.gate = gate[f d]",
-        "layers.{l}.extra = extra[f]",
-    ]
+    kept = ["layers.{l}.norm = n[d]", "layers.{l}.gate = gate[f d]", "layers.{l}.extra = extra[f]"]
+    assert lines(family, "hf") == kept
+    # A dialect that is kept stays whole without the one that it is like.
+    family = child("family heir like base\n  dialects short\n")
+    assert family.labels == ("short",)
+    assert lines(family, "short")[:2] == ["h.{l}.norm = n[d]", "h.{l}.up = up[f d]"]
     family = child(
         "family heir like base\n  without axis c\n  without tie extra\n  without cut f d\n  without let sparse\n"
         "  up : l f d\n"
@@ -204,12 +205,6 @@ def test_axes_that_are_taken_over_and_used_by_nothing_are_left_out() -> None:
         "inside": ["one_d", "one_n", "one_q", "one_r", "one_s"],
         "shifted": ["d", "n", "p", "q", "r", "s"],
     }
-
-
-def test_a_dialect_that_is_kept_stays_whole_without_the_one_that_it_is_like() -> None:
-    family = child("family heir like base\n  dialects short\n")
-    assert family.labels == ("short",)
-    assert lines(family, "short")[:2] == ["h.{l}.norm = n[d]", "h.{l}.up = up[f d]"]
 
 
 def test_a_dialect_may_begin_anew_or_go_on_under_other_prefixes() -> None:
@@ -578,9 +573,8 @@ def test_the_printed_table_is_the_whole_one(name: str) -> None:
     assert (again.cuts, again.within, again.precise) == (family.cuts, family.within, family.precise)
     assert again.labels == family.labels
     for one, other in zip(again.dialects, family.dialects, strict=True):
-        assert [(line.text, line.when, line.lossy, line.read_only) for line in one.lines] == [
-            (line.text, line.when, line.lossy, line.read_only) for line in other.lines
-        ]
+        first, second = ([(e.text, e.when, e.lossy, e.read_only) for e in each.lines] for each in (one, other))
+        assert first == second
         assert [name.text for name in one.ignored] == [name.text for name in other.ignored]
 
 
@@ -592,29 +586,20 @@ def test_names_that_are_close_to_one_that_is_not_known(text: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_every_block_is_taken_over_by_a_family() -> None:
-    """A block that no family takes over is checked by nobody."""
+def test_every_block_is_declared_once_and_taken_over_by_a_family() -> None:
+    """A block that no family takes over is checked by nobody; of two of one name, only one would be found."""
     names = families.blocks()
     blocks = [block for block in map(families.base, names) if block is not None]
     users = [*blocks, *(user for user in map(families.base, builtin().entries) if user is not None)]
     taken = {name for user in users for name in user.like}
     assert len(blocks) == len(names)
     assert all(block.block for block in blocks)
-    assert names.keys() <= taken | set(re.findall(r"^ +mount (\w+)", "\n".join(_tables_that_ship()), re.MULTILINE))
-
-
-def test_a_name_is_declared_once_in_all_tables() -> None:
-    """Of two blocks of one name in two files, only one would be found from elsewhere."""
-    declared = re.findall(r"^(?:family|block) +(\w+)", "\n".join(_tables_that_ship()), re.MULTILINE)
-    assert sorted(declared) == sorted([*families.blocks(), *builtin().entries])
-
-
-def _tables_that_ship() -> list[str]:
     top = Path(families.__file__).parent
-    paths = [*top.rglob("*.rules"), *top.rglob("*.rules.gz")]
-    return [families.table_text(path.relative_to(top).as_posix()) for path in paths]
-
-
-def test_a_block_in_the_file_of_a_family_is_found_too() -> None:
+    files = (path.relative_to(top).as_posix() for path in (*top.rglob("*.rules"), *top.rglob("*.rules.gz")))
+    text = "\n".join(map(families.table_text, files))
+    assert names.keys() <= taken | set(re.findall(r"^ +mount (\w+)", text, re.MULTILINE))
+    declared = re.findall(r"^(?:family|block) +(\w+)", text, re.MULTILINE)
+    assert sorted(declared) == sorted([*names, *builtin().entries])
+    # One in the file of a family is found too.
     (heir,) = tables.read("family heir like t5_encoder\n", bases=families.base)
     assert heir.tensors

@@ -118,11 +118,19 @@ def test_sizes_of_a_table() -> None:
     assert sizes.with_solved({"n": 9, "f": 5}).overrides == {"n": 7, "f": 5}
 
 
-def test_a_fraction_of_a_config_gives_a_size_where_it_is_whole() -> None:
+def test_sizes_that_are_computed() -> None:
+    """From a fraction where it is whole, from a key of the axis' own name, and from another axis."""
     ratio = only("family toy\naxes d=width f=ratio*width\nup : f d\ndialect hf\nup = up[f d]")
     assert Sizes(ratio, {"width": 1536, "ratio": 8960 / 1536}).at({}) == {"d": 1536, "f": 8960}
     assert Sizes(ratio, {"width": 10, "ratio": 0.25}).at({}) == {"d": 10}
     assert type(Sizes(ratio, {"width": 64, "ratio": 1.5}).at({})["f"]) is int
+    own = only("family toy\n axes l=l d=l+1\n x : l d\ndialect hf\n x.{l} = x[d]\n")
+    assert Sizes(own, {"l": 4}).at({}) == {"l": 4}
+    assert Sizes(own, {"l": 4}).at({"l": 2}) == {"l": 4, "d": 3}
+    halved = only("family toy\n axes l=n c=head_dim h=c/2\n x : l c h\ndialect hf\n x.{l} = x[c h]\n")
+    assert Sizes(halved, {"head_dim": 8}).at({})["h"] == 4
+    assert Sizes(halved, {}, {"c": 6}).at({})["h"] == 3
+    assert "h" not in Sizes(halved, {"n": 8}).at({})
 
 
 def test_sizes_that_are_none() -> None:
@@ -130,19 +138,6 @@ def test_sizes_that_are_none() -> None:
     assert Sizes(toy, {"hidden": 0}).at({})["d"] == 0
     for nothing in (-1, 4.0, "4", True, None, [4]):
         assert "d" not in Sizes(toy, {"hidden": nothing}).at({})
-
-
-def test_an_axis_may_have_the_name_of_its_key() -> None:
-    toy = only("family toy\n axes l=l d=l+1\n x : l d\ndialect hf\n x.{l} = x[d]\n")
-    assert Sizes(toy, {"l": 4}).at({}) == {"l": 4}
-    assert Sizes(toy, {"l": 4}).at({"l": 2}) == {"l": 4, "d": 3}
-
-
-def test_an_axis_may_be_computed_from_another() -> None:
-    toy = only("family toy\n axes l=n c=head_dim h=c/2\n x : l c h\ndialect hf\n x.{l} = x[c h]\n")
-    assert Sizes(toy, {"head_dim": 8}).at({})["h"] == 4
-    assert Sizes(toy, {}, {"c": 6}).at({})["h"] == 3
-    assert "h" not in Sizes(toy, {"n": 8}).at({})
 
 
 def test_nested_configs() -> None:

@@ -48,18 +48,13 @@ def test_any_table_into_any_other(
     same(carried(family, "one", "two", store, config), wanted | moments | steps)
 
 
-def test_both_ways() -> None:
-    hf = model()
-    same(carried(TOY, "hf", "packed", Store(hf), CONFIG), packed(hf))
-    same(carried(TOY, "packed", "hf", Store(packed(hf)), CONFIG), hf)
-    same(carried(TOY, "hf", "hf", Store(hf), CONFIG), hf)
-
-
 def test_padding_is_added_when_given_and_taken_off_with_the_true_size() -> None:
     hf = model()
-    same(carried(TOY, "hf", "packed", Store(hf), CONFIG, {"p": 3}), packed(hf, 3))
-    same(carried(TOY, "packed", "hf", Store(packed(hf, 3)), CONFIG), hf)
-    same(carried(TOY, "packed", "packed", Store(packed(hf, 3)), CONFIG), packed(hf, 3))
+    same(carried(TOY, "hf", "hf", Store(hf), CONFIG), hf)
+    for rows in (0, 3):
+        same(carried(TOY, "hf", "packed", Store(hf), CONFIG, {"p": rows} if rows else {}), packed(hf, rows))
+        same(carried(TOY, "packed", "hf", Store(packed(hf, rows)), CONFIG), hf)
+        same(carried(TOY, "packed", "packed", Store(packed(hf, rows)), CONFIG), packed(hf, rows))
     unknown = {key: value for key, value in CONFIG.items() if key != "words"}
     found = translated(TOY, "packed", "hf", Store(packed(hf, 3)), unknown)
     assert {r.code for r in found.refusals} == {"UNKNOWN_AXIS"}
@@ -97,10 +92,8 @@ def test_layers_that_predict_ahead_may_follow_the_last_one() -> None:
     store = Store(model(layers__2__norm=arange(4), layers__3__norm=arange(4)))
     view = translated(TOY, "hf", "packed", store, CONFIG | {"num_nextn_predict_layers": 2})
     assert (view.refusals, view.kept_names) == ((), ("layers.2.norm", "layers.3.norm"))
-    refusal = only_refusal(
-        translated(TOY, "hf", "packed", store, CONFIG | {"num_nextn_predict_layers": 1}), "UNEXPECTED_TENSOR"
-    )
-    assert refusal.where.tensor == "layers.3.norm"
+    view = translated(TOY, "hf", "packed", store, CONFIG | {"num_nextn_predict_layers": 1})
+    assert only_refusal(view, "UNEXPECTED_TENSOR").where.tensor == "layers.3.norm"
 
 
 def test_known_tensors_without_a_line_are_kept() -> None:
@@ -165,7 +158,7 @@ def test_a_model_that_classifies_has_no_head_that_makes_tokens(prefix: str, tied
 
 
 def test_without_another_head_one_that_makes_tokens_is_missing() -> None:
-    store = Store({"embed.weight": arange(5, 4), "other.weight": arange(2, 4, start=50)})
+    store = Store({"embed.weight": arange(5, 4), "other.weight": arange(2, 4)})
     refusal = only_refusal(translated(_MAKES_TOKENS, "hf", "memory", store, {"tied": False}), "MISSING_TENSOR")
     assert "head" in refusal.message
 
@@ -176,20 +169,13 @@ def test_what_kept_its_name_comes_back_as_what_the_target_says_it_is(prefix: str
     there = translated(_HEADED, "hf", "engine", Store(tensors))
     assert set(there.targets) == {"body", "head", "bias"}
     assert set(there.kept_names) == {"head", "bias"}
-    store = Store(
-        {
-            prefix * (name not in there.kept_names) + name: fill(Store(tensors), there.targets[name])
-            for name in there.targets
-        }
-    )
+    store = Store({
+        prefix * (name not in there.kept_names) + name: fill(Store(tensors), target)
+        for name, target in there.targets.items()
+    })  # fmt: skip
     back = translated(_HEADED, "engine", "hf", store)
     assert (back.refusals, back.kept_names) == ((), ())
-    assert {name: fill(store, target).tolist() for name, target in back.targets.items()} == {
-        name: tensor.tolist() for name, tensor in tensors.items()
-    }
-
-
-def test_what_kept_its_name_is_complete_again_or_refused() -> None:
+    same({name: fill(store, target) for name, target in back.targets.items()}, tensors)
     view = translated(_HEADED, "engine", "hf", Store({"body": arange(4), "head": arange(3, 4)}))
     assert "bias" in only_refusal(view, "MISSING_TENSOR").message
 
@@ -248,10 +234,8 @@ def test_two_lines_may_not_write_one_name() -> None:
 def test_a_shape_that_its_rule_does_not_explain() -> None:
     store = Store(model(layers__1__norm=arange(5), end=arange(2, 2)))
     view = translated(TOY, "hf", "packed", store, CONFIG)
-    assert [(r.code, r.where.tensor) for r in view.refusals] == [
-        ("SHAPE_MISMATCH", "layers.1.norm"),
-        ("SHAPE_MISMATCH", "end"),
-    ]
+    assert [r.where.tensor for r in view.refusals] == ["layers.1.norm", "end"]
+    assert {r.code for r in view.refusals} == {"SHAPE_MISMATCH"}
     assert "norm[d]" in view.refusals[0].message
     assert "expected [4] (d=4), got [5]" in view.refusals[0].message
     assert "expected 1 dims, got [2, 2]" in view.refusals[1].message
@@ -379,11 +363,9 @@ def test_the_last_layers_may_be_numbered_anew() -> None:
     tensors |= {f"mark.{layer}": arange(4, start=100 * layer) for layer in (3, 4)}
     config = {"depth": 3, "extra": 2, "width": 4}
     found = carried(AHEAD, "a", "b", Store(tensors), config)
-    same(
-        found,
-        {name: value for name, value in tensors.items() if name in ("x.0", "x.1", "x.2")}
-        | {f"later.{i}.{name}": tensors[f"{name}.{i + 3}"] for i in range(2) for name in ("x", "mark")},
-    )
+    wanted = {f"x.{layer}": tensors[f"x.{layer}"] for layer in range(3)}
+    wanted |= {f"later.{i}.{name}": tensors[f"{name}.{i + 3}"] for i in range(2) for name in ("x", "mark")}
+    same(found, wanted)
     same(carried(AHEAD, "b", "a", Store(found), config), tensors)
 
 
@@ -539,10 +521,8 @@ def test_numbers_alone_tell_nothing(config: dict[str, int], hint: str) -> None:
     ]
     assert "--axis e=N" in refusal.hint
     assert refusal.hint.endswith(hint or '--config FILE (config="FILE").')
-    same(
-        carried(FAMILY, "counted", "apart", Store(found), config if config.get("layers") == 3 else {}, {"e": 4}),
-        mixture(3, 4, norm=False),
-    )
+    known = config if config.get("layers") == 3 else {}
+    same(carried(FAMILY, "counted", "apart", Store(found), known, {"e": 4}), mixture(3, 4, norm=False))
 
 
 def test_names_that_need_no_size_are_read_without_one() -> None:
@@ -550,9 +530,8 @@ def test_names_that_need_no_size_are_read_without_one() -> None:
     view = translated(FAMILY, "apart", "counted", store, {"layers": 2})
     assert {r.code for r in view.refusals} == {"MISSING_TENSOR"}
     counted = FAMILY.dialect("counted")
-    bound = bound_to(
-        FAMILY, "counted", Store({"norm.1": arange(3), "norm.3": arange(3), "norm.2": arange(3)}), Sizes(FAMILY, {})
-    )
+    norms = Store({f"norm.{number}": arange(3) for number in (1, 3, 2)})
+    bound = bound_to(FAMILY, "counted", norms, Sizes(FAMILY, {}))
     assert bound.dialect is counted
     assert [dict(names) for names in bound.names.values()] == [{(0, 0): "norm.1", (0, 1): "norm.3"}]
     assert bound.unknown == ("norm.2",)
@@ -560,12 +539,9 @@ def test_names_that_need_no_size_are_read_without_one() -> None:
 
 def test_the_target_needs_the_size_too() -> None:
     packed = {"up": arange(3, 4, 2, 3)}
-    same(
-        carried(FAMILY, "packed", "counted", Store(packed)),
-        {f"experts.{n}.up": packed["up"].reshape(12, 2, 3)[n] for n in range(12)},
-    )
-    table = FAMILY_OF_ONE
-    view = translated(only(table), "whole", "counted", Store({"x": arange(6)}))
+    wanted = {f"experts.{n}.up": packed["up"].reshape(12, 2, 3)[n] for n in range(12)}
+    same(carried(FAMILY, "packed", "counted", Store(packed)), wanted)
+    view = translated(only(FAMILY_OF_ONE), "whole", "counted", Store({"x": arange(6)}))
     assert "the size of axis" in only_refusal(view, "UNKNOWN_AXIS").message
 
 
@@ -588,7 +564,5 @@ def test_a_number_that_is_missing_or_too_large() -> None:
     assert refusal.message.splitlines()[1:] == ["experts.4.up"]
     more = Store({**found, "experts.6.up": arange(2, 3)})
     assert translated(FAMILY, "counted", "apart", more, config).kept_names == ("experts.6.up",)
-    last = {
-        name: array for name, array in found.items() if name not in ("experts.3.up", "experts.4.up", "experts.5.up")
-    }
+    last = {name: array for name, array in found.items() if name not in {f"experts.{n}.up" for n in (3, 4, 5)}}
     assert translated(FAMILY, "counted", "apart", Store(last), config).refusals != ()

@@ -69,13 +69,11 @@ def test_a_missing_tensor_is_called_by_the_line_that_would_hold_it() -> None:
         assert f"{layer}.{name}.norm" in [line for r in view.refusals for line in r.message.splitlines()]
 
 
-def test_a_config_that_claims_a_billion_layers_is_refused_in_no_time() -> None:
+def test_what_claims_a_billion_layers_is_refused_in_no_time() -> None:
+    """A config, or a name."""
     view = translated(TOY, "hf", "hf", Store(model()), {**CONFIG, "layers": 10**12})
     (listed,) = [r for r in view.refusals if "lacks" in r.message]
     assert listed.message.endswith("or more")
-
-
-def test_a_name_that_claims_a_billion_layers_is_refused_in_no_time() -> None:
     config = {key: value for key, value in CONFIG.items() if key != "layers"}
     view = translated(TOY, "hf", "hf", Store(model(layers__999999999__norm=arange(4))), config)
     assert any("lacks" in r.message for r in view.refusals)
@@ -184,16 +182,11 @@ def test_zeros_are_written_where_a_program_always_has_a_tensor() -> None:
     zeros = {f"blocks.{layer}.{name}" for layer in (1, 2) for name in ("shift", "own")}
     assert view.refusals == ()
     assert set(view.targets) == zeros | set(GATES)
-    assert {(view.targets[name].shape, view.targets[name].dtype, view.targets[name].parts) for name in zeros} == {
-        ((5,), "F32", ())
-    }
-    assert [note.partition(": ")[2] for note in view.notes] == [
-        "blocks.{l}.shift = shift[e]",
-        "blocks.{l}.own = own[e]",
-    ]
-
-
-def test_no_zeros_are_written_where_a_program_may_have_a_tensor() -> None:
+    written = {(view.targets[name].shape, view.targets[name].dtype, view.targets[name].parts) for name in zeros}
+    assert written == {((5,), "F32", ())}
+    lines = [note.partition(": ")[2] for note in view.notes]
+    assert lines == ["blocks.{l}.shift = shift[e]", "blocks.{l}.own = own[e]"]
+    # Where a program may have the tensor, or not, none are written.
     view = translated(ROUTED, "hub", "sometimes", Store(ROUTERS), ROUTED_CONFIG)
     assert (set(view.targets), view.notes) == ({"stages.1.gate", "stages.2.gate"}, ())
 
@@ -229,9 +222,7 @@ def test_they_are_whole_or_absent() -> None:
     view = translated(ROUTED, "always", "hub", Store(GATES | _of("blocks.{}.own", 1)), ROUTED_CONFIG)
     (refusal,) = view.refusals
     assert (refusal.code, "blocks.2.own" in refusal.message) == ("MISSING_TENSOR", True)
-
-
-def test_in_its_own_dialect_nothing_changes() -> None:
+    # In its own dialect nothing changes.
     store = Store(GATES | _of("blocks.{}.own", 1, 2))
     view = translated(ROUTED, "always", "always", store, ROUTED_CONFIG)
     assert (view.refusals, view.checks, view.kept_names, view.ignored) == ((), (), (), ())
@@ -395,9 +386,8 @@ def test_a_name_of_two_lines_is_never_read_by_the_first_of_them() -> None:
         "only one of these lines can have this name, and the config does not say which: folded is unknown",
     ]
     assert "--config FILE" in refusal.hint
-    assert carried(READ, "hf", "out", Store(stored), {"folded": False})["blocks.0.up"].tolist() == (
-        stored["layers.0.w"].T.tolist()
-    )
+    read = carried(READ, "hf", "out", Store(stored), {"folded": False})["blocks.0.up"]
+    assert read.tolist() == stored["layers.0.w"].T.tolist()
 
 
 def test_tensors_that_are_there_tell_how_a_name_is_read() -> None:
@@ -460,23 +450,16 @@ def test_an_empty_stack_is_left_out_where_its_axis_is_in_names(config: dict[str,
     assert set(view.targets) == ({"norm"} if target == "stacked" else set(NORMS))
 
 
-def test_an_empty_stack_stays_one() -> None:
-    same(carried(ZERO, "packed", "packed", Store({**PACKED, **EMPTY}), WITHOUT_EXPERTS), {**PACKED, **EMPTY})
-
-
 def test_an_axis_of_another_size_than_zero_still_lacks() -> None:
-    refusal = only_refusal(
-        translated(ZERO, "hf", "packed", Store(NORMS), {**WITHOUT_EXPERTS, "dense": 1}), "MISSING_TENSOR"
-    )
-    assert "mlp (in no layer)" in refusal.message
-    refusal = only_refusal(
-        translated(ZERO, "hf", "packed", Store(NORMS), {"layers": 2, "experts": 0}), "MISSING_TENSOR"
-    )
-    assert "mlp (in no layer)" in refusal.message
-    assert translated(ZERO, "hf", "packed", Store(NORMS), {"layers": 2, "experts": 0}, {"m": 0}).refusals == ()
+    unknown = {"layers": 2, "experts": 0}
+    for config in ({**WITHOUT_EXPERTS, "dense": 1}, unknown):
+        refusal = only_refusal(translated(ZERO, "hf", "packed", Store(NORMS), config), "MISSING_TENSOR")
+        assert "mlp (in no layer)" in refusal.message
+    assert translated(ZERO, "hf", "packed", Store(NORMS), unknown, {"m": 0}).refusals == ()
 
 
-def test_a_stack_that_is_not_empty_is_never_left_out() -> None:
+def test_a_stack_stays_one_and_is_never_left_out_if_it_is_not_empty() -> None:
+    same(carried(ZERO, "packed", "packed", Store({**PACKED, **EMPTY}), WITHOUT_EXPERTS), {**PACKED, **EMPTY})
     full = {**PACKED, "layers.0.w": arange(1, 4, 3), "layers.1.w": arange(1, 4, 3)}
     refused = translated(ZERO, "packed", "hf", Store(full), WITHOUT_EXPERTS).refusals
     assert {each.code for each in refused} == {"SHAPE_MISMATCH"}

@@ -42,7 +42,6 @@ SPECIAL = [
 
 
 def rule(encoding: Encoding, wide: Wide, tensor: float) -> walk.Rule:
-    """The walk's rule of an encoding."""
     if encoding.scale == "F8_E8M0":
         return lambda a: walk.exponent_scale(a, encoding.code_max)
     if encoding.has_global:
@@ -120,10 +119,8 @@ def test_decode_is_code_times_scale(encoding: Encoding, wide: Wide, path: Path) 
     shape = (5, 90)
     grid = tuple(-(-(p + size) // step) for p, size, step in zip(phase, shape, tile, strict=True))
     if WHOLE in encoding.tile:
-        phase, grid = (
-            (0, 0),
-            tuple(1 if step == WHOLE else size for step, size in zip(encoding.tile, shape, strict=True)),
-        )
+        phase = (0, 0)
+        grid = tuple(1 if step == WHOLE else size for step, size in zip(encoding.tile, shape, strict=True))
     bits = MINIFLOATS[encoding.code].bits
     codes = rng.integers(0, 256, (shape[0], shape[1] * bits // 8), np.uint8)
     factor = 0.37 if encoding.has_global else 1.0
@@ -133,16 +130,14 @@ def test_decode_is_code_times_scale(encoding: Encoding, wide: Wide, path: Path) 
     found = decode_box(encoding, codes, scale, phase=phase, factor=factor, dtype=wide, path=path)
     assert found.dtype == wide_dtype(wide)
     form = FORMS[encoding.code]
+    real = {"F32": float, "F8_E8M0": lambda s: 2.0 ** (s - 127), "F8_E4M3": walk.E4M3.value}[encoding.scale]
     for i in range(shape[0]):
         for j in range(shape[1]):
             at = [(phase[0] + i) // tile[0], (phase[1] + j) // tile[1]]
             if WHOLE in encoding.tile:
                 at = [0 if step == WHOLE else k for step, k in zip(encoding.tile, (i, j), strict=True)]
             stored = scale[at[0], at[1]].item()
-            real = {"F32": lambda s: s, "F8_E8M0": lambda s: 2.0 ** (s - 127), "F8_E4M3": walk.E4M3.value}[
-                encoding.scale
-            ](stored)
-            single = walk.f32(real * factor)
+            single = walk.f32(real(stored) * factor)
             code = codes[i, j].item() if bits == 8 else codes[i, j // 2].item() >> 4 * (j % 2) & 15
             product = walk.f32(form.value(code) * single)
             with np.errstate(over="ignore"):
@@ -221,11 +216,9 @@ def test_both_paths_give_the_same_bits(data: st.DataObject) -> None:
     assert bits_of(np.array(tensor["numpy"])) == bits_of(np.array(tensor["compiled"]))
     most = float(tensor["numpy"])
     given_amax = most if encoding.has_global else None
-    over = (
-        (4 * encoding.tile[0], 2 * encoding.tile[1])
-        if WHOLE not in encoding.tile and data.draw(st.booleans())
-        else None
-    )
+    over = None
+    if WHOLE not in encoding.tile and data.draw(st.booleans()):
+        over = (4 * encoding.tile[0], 2 * encoding.tile[1])
     made = {path: encode_rows(encoding, values, amax=given_amax, over=over, path=path) for path in PATHS}
     (codes, scale), (others, other_scale) = made["numpy"], made["compiled"]
     assert bits_of(codes) == bits_of(others)
@@ -351,27 +344,19 @@ def test_errors_of_numbers_that_are_none(path: Path) -> None:
     codes, scale = encode_rows(FLOAT8, values, path=path)
     found = encode_error(FLOAT8, values, codes, scale, path=path)
     assert found == Error(math.inf, math.inf, 32, 2)  # NaN stays NaN, infinities saturate to 448
-    assert encode_error(MXFP8, *_changed(values, path), path=path).unequal == 32 - 1
+    codes, scale = encode_rows(MXFP8, values, path=path)
+    assert scale.tolist() == [[0xFF]], "of a block with a NaN, whose every value is one then"
+    assert encode_error(MXFP8, values, codes, scale, path=path).unequal == 32 - 1
     assert Error(1.0, 2.0, 3, 4) + Error(0.5, 1.0, 2, 0) == Error(1.0, 3.0, 5, 4)
     assert Error().rms == 0
     assert Error().exact
 
 
-def _changed(values: NDArray[Any], path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """A block with a NaN: its E8M0 scale is NaN and so is every value."""
-    codes, scale = encode_rows(MXFP8, values, path=path)
-    assert scale.tolist() == [[0xFF]]
-    return values, codes, scale
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e8m0fnu, np.uint8])
-def test_scales_come_typed_or_as_bits(dtype: Any) -> None:
+def test_scales_come_typed_or_as_bits_and_floats_in_other_widths() -> None:
     codes, scale = encode_rows(MXFP8, matrices("random", (4, 64), "BF16"))
-    typed = decode_box(MXFP8, codes.view(ml_dtypes.float8_e4m3fn), scale.view(dtype))
-    assert bits_of(typed) == bits_of(decode_box(MXFP8, codes, scale))
-
-
-def test_float_scales_of_other_widths_are_read() -> None:
+    for dtype in (ml_dtypes.float8_e8m0fnu, np.uint8):
+        typed = decode_box(MXFP8, codes.view(ml_dtypes.float8_e4m3fn), scale.view(dtype))
+        assert bits_of(typed) == bits_of(decode_box(MXFP8, codes, scale))
     encoding = replace(CHANNEL, scale="BF16")
     codes = np.arange(64, dtype=np.uint8).reshape(2, 32)
     scale = np.array([[0.5], [3.0]], ml_dtypes.bfloat16)

@@ -177,30 +177,21 @@ def test_two_level_scales(tensor: float, scale_max: int) -> None:
 def test_any_amax(numbers: list[float], tensor: float) -> None:
     amax = np.array(numbers, np.float32)
     agree(scales(MXFP8, amax, widest=F32_MAX), [walk.exponent_scale(x, 448) for x in numbers])
-    agree(
-        scales(FLOAT8_BLOCK, amax, widest=F32_MAX),
-        [walk.float_scale(x, 448, F32_MAX, power_of_two=True) for x in numbers],
-    )
-    agree(
-        scales(FLOAT8, amax, widest=F32_MAX), [walk.float_scale(x, 448, F32_MAX, power_of_two=False) for x in numbers]
-    )
+    for encoding, exact in ((FLOAT8_BLOCK, True), (FLOAT8, False)):
+        expected = [walk.float_scale(x, 448, F32_MAX, power_of_two=exact) for x in numbers]
+        agree(scales(encoding, amax, widest=F32_MAX), expected)
     agree(scales(NVFP4, amax, widest=F32_MAX, tensor=tensor), [walk.two_level_scale(x, tensor) for x in numbers])
 
 
-def test_a_nan_in_the_tensor_is_seen_in_the_scales_of_nvfp4() -> None:
+def test_scales_of_a_whole_tensor() -> None:
+    """Those of nvfp4 see a NaN anywhere in it, and need its amax; every encoding of ours has some."""
     found = scales(NVFP4, np.array([1, math.nan], np.float32), widest=F32_MAX, tensor=math.nan)
     assert found.stored.tolist() == [0x7E, 0x7F]
-
-
-def test_every_encoding_of_ours_can_be_made() -> None:
+    with pytest.raises(ValueError, match="amax of the whole tensor"):
+        scales(NVFP4, np.ones(1, np.float32), widest=F32_MAX)
     for encoding in ENCODINGS.values():
         made = scales(encoding, np.ones((2, 3), np.float32), widest=F32_MAX, tensor=1.0)
         assert made.stored.shape == made.multiplier.shape == (2, 3)
-
-
-def test_a_missing_tensor_amax_is_an_error() -> None:
-    with pytest.raises(ValueError, match="amax of the whole tensor"):
-        scales(NVFP4, np.ones(1, np.float32), widest=F32_MAX)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -119,13 +120,6 @@ def test_scales_as_deepseek_and_transformers_store_them(
     assert only(grouped(section, entries(weight=codes, weight_scale_inv=scale))) == (W, expected, codes[1])
 
 
-def test_fp8_with_one_scale_under_the_name_that_vllm_reads() -> None:
-    """AutoFP8's checkpoints say `fp8`, have no blocks, and name their scales as ModelOpt does."""
-    found = entries(weight=("F8_E4M3", (96, 64)), weight_scale=("F32", ()), input_scale=("F32", ()))
-    section = {"quant_method": "fp8", "activation_scheme": "static"}
-    assert only(grouped(section, found)) == (W, FLOAT8, (96, 64))
-
-
 @pytest.mark.parametrize(("algorithm", "scale", "expected"), [
     ("FP8", ("F32", ()), FLOAT8),
     ("FP8_PER_CHANNEL_PER_TOKEN", ("F32", (256,)), CHANNEL),
@@ -135,19 +129,18 @@ def test_fp8_with_one_scale_under_the_name_that_vllm_reads() -> None:
 def test_fp8_of_modelopt(algorithm: str, scale: tuple[str, Shape], expected: Encoding) -> None:
     found = entries(weight=("F8_E4M3", (256, 384)), weight_scale=scale)
     assert only(grouped({**NVIDIA, "quant_algo": algorithm}, found)) == (W, expected, (256, 384))
+    # AutoFP8's checkpoints say `fp8`, have no blocks, and name their scales as ModelOpt does.
+    found = entries(weight=("F8_E4M3", (96, 64)), weight_scale=("F32", ()), input_scale=("F32", ()))
+    section = {"quant_method": "fp8", "activation_scheme": "static"}
+    assert only(grouped(section, found)) == (W, FLOAT8, (96, 64))
 
 
-@pytest.mark.parametrize(
-    ("codes", "scale", "expected"),
-    [(("F4", (96, 64)), (96, 4), NVFP4), (("U8", (96, 32)), (96, 4), NVFP4), (("U8", (5, 96, 32)), (5, 96, 4), NVFP4)],
-)
-def test_codes_of_four_bits_are_counted_one_by_one(codes: tuple[str, Shape], scale: Shape, expected: Encoding) -> None:
-    whole = codes[1][:-2]
-    found = entries(weight_packed=codes, weight_scale=("F8_E4M3", scale), weight_global_scale=("F32", whole or (1,)))
-    assert only(grouped(ct("NVFP4"), found)) == (W, expected, (*whole, 96, 64))
-
-
-def test_codes_without_a_global_scale() -> None:
+def test_codes_of_four_bits_are_counted_one_by_one() -> None:
+    for codes, whole in ((("F4", (96, 64)), ()), (("U8", (96, 32)), ()), (("U8", (5, 96, 32)), (5,))):
+        scale, most = ("F8_E4M3", (*whole, 96, 4)), ("F32", whole or (1,))
+        found = entries(weight_packed=codes, weight_scale=scale, weight_global_scale=most)
+        assert only(grouped(ct("NVFP4"), found)) == (W, NVFP4, (*whole, 96, 64))
+    # They may lack a global scale.
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}
     section = {**ct("NVFP4"), "config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
     found = {name: entry for name, entry in PACKED.items() if "global" not in name}
@@ -211,12 +204,8 @@ def test_packed_rows_are_whole_blocks(found: Entries, block: int, columns: int) 
     """As compressed-tensors and torchao make them; else the last byte may have a code that belongs to no column."""
     codes = next(name for name, entry in found.items() if entry.shape == (96, 32))
     scale = next(name for name, entry in found.items() if name.endswith("weight_scale"))
-    narrow = {
-        **found,
-        codes: Entry("U8", (96, columns // 2)),
-        scale: Entry(found[scale].dtype, (96, -(-columns // block))),
-    }
-    groups = grouped(None, narrow)
+    narrow = {codes: Entry("U8", (96, columns // 2)), scale: Entry(found[scale].dtype, (96, -(-columns // block)))}
+    groups = grouped(None, {**found, **narrow})
     if columns % block == 0:
         assert groups.refusals == ()
         assert groups.encoded[W].shape == (96, columns)
@@ -344,12 +333,10 @@ def test_several_classes_are_told_apart_by_what_is_stored() -> None:
 def test_it_is_linear_in_the_number_of_tensors() -> None:
     """70,000 names, as DeepSeek-V3 has them."""
     found: Entries = {}
-    for layer in range(61):
-        for expert in range(192):
-            for name in ("gate", "up", "down"):
-                weight = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
-                found[weight] = Entry("F8_E4M3", (2048, 7168))
-                found[f"{weight}_scale_inv"] = Entry("F32", (16, 56))
+    for layer, expert, name in product(range(61), range(192), ("gate", "up", "down")):
+        weight = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+        found[weight] = Entry("F8_E4M3", (2048, 7168))
+        found[f"{weight}_scale_inv"] = Entry("F32", (16, 56))
     quantization = read({SECTION: {**FP8, "modules_to_not_convert": [f"model.layers.{n}.mlp.gate" for n in range(61)]}})
     began = time.process_time()
     result = group(found, quantization)
@@ -443,12 +430,9 @@ def test_a_malformed_list_is_refused(text: str) -> None:
     assert [refusal.code for refusal in grouped(None, {}, {NAMES: text}).refusals] == ["CORRUPT"]
 
 
-def test_a_tensor_that_is_listed_and_not_described_is_refused() -> None:
+def test_parts_of_torchao_that_are_not_described_are_refused() -> None:
     result = grouped(None, ROWS, metadata(FLOAT8_TENSOR, "other.weight"))
     assert [(refusal.code, refusal.where.tensor) for refusal in result.refusals] == [("CORRUPT", "other.weight")]
-
-
-def test_parts_of_torchao_without_metadata_are_refused() -> None:
     result = grouped({"quant_method": "torchao"}, ROWS)
     assert [refusal.code for refusal in result.refusals] == ["UNSUPPORTED"]
     assert grouped(None, ROWS).bare == (f"{BARE}._weight_qdata",)

@@ -81,6 +81,7 @@ def test_what_has_no_automaton_is_refused(text: str) -> None:
 @pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
 def test_what_re_writes_in_another_way(text: str, name: str) -> None:
     assert Expressions([text]).match(name) == (re.match(text, name) is not None)
+    assert ends(Expressions(["a{b}"]), "a{b}") == [4], "braces that are no count are letters"
 
 
 def test_classes_of_characters_are_those_of_ascii() -> None:
@@ -123,10 +124,6 @@ def test_of_too_many_none_is_told_from_another(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("transaxle.encodings.conventions.linear_regex._MOST_BYTES", 1 << 14)
     with pytest.raises(PatternError, match="too many"):
         many.find_matches("a17b")
-
-
-def test_braces_that_are_no_count_are_letters() -> None:
-    assert ends(Expressions(["a{b}"]), "a{b}") == [4]
 
 
 # Lists of modules match as their own readers have it.

@@ -212,12 +212,8 @@ def test_what_a_section_says_beside_codes_and_scales_is_known_or_refused(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", [None, [], {}, {"config_groups": {}}, {"a": [None, {}]}])
 def test_a_key_that_says_nothing_needs_not_be_known(method: str, value: Any) -> None:
-    own: dict[str, dict[str, Any]] = {
-        "fp8": FP8,
-        "compressed-tensors": {**CT, "config_groups": {}},
-        "modelopt": MODELOPT,
-    }
-    section = {**own.get(method, {"quant_method": method}), "anything": value}
+    needed = {"compressed-tensors": {**CT, "config_groups": {}}, "modelopt": MODELOPT}
+    section = {"quant_method": method, **needed.get(method, {}), "anything": value}
     assert read({SECTION: section}) is not None
 
 
@@ -227,21 +223,18 @@ def test_all_that_peers_write_of_floating_point_codes_is_known() -> None:
     with quiet():
         from compressed_tensors.quantization import QuantizationConfig
         from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+        from torchao.quantization import Float8WeightOnlyConfig
         from transformers import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config, TorchAoConfig
 
         cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-        dumped = [
-            QuantizationConfig(
-                config_groups={name: ["Linear"]}, format="mixed-precision", kv_cache_scheme=cache, ignore=["lm_head"]
-            )
-            for name in PRESETS
-        ]
+        said = {"format": "mixed-precision", "kv_cache_scheme": cache, "ignore": ["lm_head"]}
+        dumped = [QuantizationConfig(config_groups={name: ["Linear"]}, **said) for name in PRESETS]
         given = {"config_groups": {"FP8": ["Linear"]}, "format": "float-quantized", "kv_cache_scheme": cache}
         sections = [
             FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_dict(),
             FineGrainedFP8Config(weight_block_size=None, activation_scheme="static", dequantize=True).to_dict(),
             Mxfp4Config(modules_to_not_convert=["lm_head"]).to_dict(),
-            TorchAoConfig(_torchao_type()).to_dict(),
+            TorchAoConfig(Float8WeightOnlyConfig()).to_dict(),
             CompressedTensorsConfig(**given).to_dict(),
             *(each.model_dump(mode="json") for each in dumped),
         ]
@@ -250,16 +243,9 @@ def test_all_that_peers_write_of_floating_point_codes_is_known() -> None:
         assert read({SECTION: section}) is not None
 
 
-def _torchao_type() -> Any:
-    from torchao.quantization import Float8WeightOnlyConfig
-
-    return Float8WeightOnlyConfig()
-
-
 def test_two_sections_that_differ_are_refused() -> None:
-    with pytest.raises(
-        TransaxleError, match=r"quantization_config and text_config\.quantization_config differ"
-    ) as caught:
+    words = r"quantization_config and text_config\.quantization_config differ"
+    with pytest.raises(TransaxleError, match=words) as caught:
         read({SECTION: FP8, "text_config": {SECTION: {**FP8, "weight_block_size": [64, 64]}}})
     assert caught.value.code == "CORRUPT"
 
@@ -287,9 +273,8 @@ def test_presets_are_those_of_compressed_tensors() -> None:
     for name in PRESET_SCHEMES:
         section = {**CT, "format": "mixed-precision", "config_groups": {name: ["Linear"]}}
         with quiet():
-            dumped = QuantizationConfig(config_groups={name: ["Linear"]}, format="mixed-precision").model_dump(
-                mode="json"
-            )
+            config = QuantizationConfig(config_groups={name: ["Linear"]}, format="mixed-precision")
+            dumped = config.model_dump(mode="json")
         if name in PRESETS:
             assert encodings(section) == encodings(dumped), name
         elif name != "UNQUANTIZED":

@@ -214,9 +214,8 @@ def test_names_that_a_conversion_has_changed() -> None:
     """A list in the words of another dialect no longer says anything: all that is plain is listed by name."""
     ones = encoded(["layers.0.attention.wq.weight"], FLOAT8_BLOCK)
     section = {**FP8, "modules_to_not_convert": ["model.layers.0.mlp.gate", "lm_head"]}
-    result = rewrite_config(
-        {SECTION: section}, ones, {"layers.0.moe.router.weight": SHAPE, "output.weight": SHAPE, "norm.weight": (4,)}
-    )
+    left = {"layers.0.moe.router.weight": SHAPE, "output.weight": SHAPE, "norm.weight": (4,)}
+    result = rewrite_config({SECTION: section}, ones, left)
     assert result[SECTION]["modules_to_not_convert"][2:] == ["layers.0.moe.router", "output"]
     for entry in ("model.layers.0.mlp.gate", "gate", "model.layers.0.mlp", r"^model\..*gate$"):
         section = {**FP8, "modules_to_not_convert": [entry, "lm_head"]}
@@ -234,15 +233,9 @@ def test_names_that_a_conversion_has_changed() -> None:
 def test_a_list_names_a_module_in_its_new_words_beside_those_of_memory(section: Config, key: str) -> None:
     """A reader of a hub's files asks under the names of its model, another one under those of the files."""
     listed = {**section, key: ["lm_head", "model.layers.0.mlp.gate"]}
-    method = listed["quant_method"]
-    ones = encoded(
-        ["model.layers.0.block_sparse_moe.experts.0.w1.weight"],
-        *{
-            "fp8": (FLOAT8_BLOCK, "deepseek"),
-            "compressed-tensors": (CHANNEL, "compressed_tensors"),
-            "modelopt": (FLOAT8_BLOCK, "modelopt"),
-        }[method],
-    )
+    convention = {"fp8": "deepseek"}.get(section["quant_method"], section["quant_method"].replace("-", "_"))
+    encoding = CHANNEL if convention == "compressed_tensors" else FLOAT8_BLOCK
+    ones = encoded(["model.layers.0.block_sparse_moe.experts.0.w1.weight"], encoding, convention)
     gates = {f"model.layers.0.{name}.gate.weight": SHAPE for name in ("mlp", "block_sparse_moe")}
     result = rewrite_config({SECTION: listed}, ones, gates, renamed=["model.layers.0.mlp.gate.weight"])
     new = result[SECTION][key]
@@ -272,9 +265,8 @@ def test_what_is_no_matter_of_weights_stays_where_all_are_decoded() -> None:
     outputs = {**section["config_groups"]["group_0"], "output_activations": CACHE}
     result = rewrite_config({SECTION: {**section, "config_groups": {"group_0": outputs}}}, {}, {})[SECTION]
     of_outputs = {"targets": outputs["targets"], "output_activations": CACHE}
-    assert result["config_groups"] == {
-        "group_0": {**of_outputs, "weights": None, "input_activations": None, "format": None}
-    }
+    none = dict.fromkeys(("weights", "input_activations", "format"))
+    assert result["config_groups"] == {"group_0": {**of_outputs, **none}}
     for key, value in {"kv_cache_scheme": CACHE, "kv_cache_quant_algo": "FP8"}.items():
         modelopt = {
             "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, key: value, "ignore": ["lm_head"],
@@ -295,10 +287,8 @@ def test_where_a_method_cannot_speak_of_the_cache_alone_decoding_everything_is_r
         rewrite_config({SECTION: section}, {}, plain({}), decoded=NAMES)
     assert caught.value.code == "UNSUPPORTED"
     ones = encoded(NAMES[:1], FLOAT8_BLOCK)
-    assert (
-        rewrite_config({SECTION: section}, ones, plain(ones), decoded=NAMES[1:3])[SECTION]["kv_cache_scheme"]
-        == "static"
-    )
+    result = rewrite_config({SECTION: section}, ones, plain(ones), decoded=NAMES[1:3])
+    assert result[SECTION]["kv_cache_scheme"] == "static"
 
 
 def test_weights_that_are_encoded_beside_a_section_of_the_cache_alone() -> None:
@@ -324,21 +314,16 @@ def test_a_second_encoding_beside_that_of_the_config() -> None:
     result = rewrite_config(before, {**first, **second}, plain({**first, **second}))
     check(result, {**first, **second}, [EMBED])
     groups = result[SECTION]["config_groups"].values()
-    assert [(group["format"], len(group["targets"])) for group in groups] == [
-        ("nvfp4-pack-quantized", 3),
-        ("mxfp8-quantized", 3),
-    ]
+    assert [group["format"] for group in groups] == ["nvfp4-pack-quantized", "mxfp8-quantized"]
+    assert [len(group["targets"]) for group in groups] == [3, 3]
 
 
 def test_an_entry_for_a_module_that_is_now_around_encoded_ones_is_dropped() -> None:
-    section = rewrite_config({}, encoded(NAMES[:1], NVFP4), {"model.layers.0.mlp.experts.gate_up_proj": (2, 4, 4)})[
-        SECTION
-    ]
-    assert section["ignore"] == ["model.layers.0.mlp.experts"]
-    ones = encoded([*NAMES[:1], "model.layers.0.mlp.experts.0.up_proj.weight"], NVFP4)
-    assert not rewrite_config({SECTION: section}, ones, {}, in_memory=["model.layers.0.mlp.experts.up_proj"])[SECTION][
-        "ignore"
-    ]
+    experts = "model.layers.0.mlp.experts"
+    before = rewrite_config({}, encoded(NAMES[:1], NVFP4), {f"{experts}.gate_up_proj": (2, 4, 4)})
+    assert before[SECTION]["ignore"] == [experts]
+    ones = encoded([*NAMES[:1], f"{experts}.0.up_proj.weight"], NVFP4)
+    assert not rewrite_config(before, ones, {}, in_memory=[f"{experts}.up_proj"])[SECTION]["ignore"]
 
 
 def test_several_encodings_in_one_config() -> None:
@@ -381,23 +366,20 @@ def test_long_lists_of_a_large_model_take_seconds() -> None:
     listed = [f"model.layers.{layer}.{part}" for layer in range(61) for part in ("mlp.gate", "eh_proj", "shared_head")]
     left = {f"{module}.weight": SHAPE for module in listed}
     began = time.process_time()
-    result = rewrite_config(
-        {SECTION: {**FP8, "modules_to_not_convert": listed}}, ones, left, decoded=["lm_head.weight"]
-    )
+    config = {SECTION: {**FP8, "modules_to_not_convert": listed}}
+    result = rewrite_config(config, ones, left, decoded=["lm_head.weight"])
     assert time.process_time() - began < 8
     assert result[SECTION]["modules_to_not_convert"] == [*listed, "lm_head"]
 
 
-def test_static_input_scales() -> None:
+def test_what_is_said_of_scales() -> None:
+    """Whether those of inputs are static, and whether those of weights are exponents."""
     static = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     both = one(NAMES[0], FLOAT8, "deepseek", without=())
     result = rewrite_config({SECTION: static}, {NAMES[0]: both}, {})
     assert result[SECTION]["activation_scheme"] == "static"
     result = rewrite_config({SECTION: static}, encoded(NAMES[:1], FLOAT8, "deepseek"), {})
     assert result[SECTION]["activation_scheme"] == "dynamic"
-
-
-def test_scales_that_are_exponents_are_named() -> None:
     ones = encoded(NAMES[:1], replace(FLOAT8_BLOCK, scale="F8_E8M0"))
     assert rewrite_config({}, ones, {})[SECTION]["scale_fmt"] == "ue8m0"
 
@@ -437,10 +419,8 @@ def test_transformers_takes_mxfp4() -> None:
         section = rewrite_config(config, ones, left, decoded=names[2:])[SECTION]
         with quiet():
             said = Mxfp4Config.from_dict(section)
-        converts = [
-            should_convert_module(f"model.layers.{n}.mlp.experts", said.modules_to_not_convert) for n in range(2)
-        ]
-        assert converts == [True, False]
+        for n, converted in enumerate((True, False)):
+            assert should_convert_module(f"model.layers.{n}.mlp.experts", said.modules_to_not_convert) is converted
 
 
 @pytest.mark.peers

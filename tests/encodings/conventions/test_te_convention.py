@@ -87,14 +87,6 @@ def test_containers_without_its_notes_say_the_same(case: str, to: str, tmp_path:
         np.testing.assert_array_equal(values, after.decode("fp32")[NAME].read())
 
 
-def test_decoded_it_is_plain(tmp_path: Path) -> None:
-    source = write(tmp_path, {NAME: mxfp8(12), "layer.norm": np.ones(4, np.float32)})
-    tx.convert(source, tmp_path / "out", to="safetensors", decode="fp32")
-    with tx.open(tmp_path / "out") as after:
-        assert (set(after), after.encoded) == ({NAME, "layer.norm"}, {})
-        np.testing.assert_array_equal(after[NAME].read(), mxfp8(12).values)
-
-
 # Into another framework.
 
 CONFIG = {

@@ -172,7 +172,7 @@ def _hybrid(rank: int, world: int, kind: str, folder: Path, shape: tuple[int, in
     optimizer = trainer(model)
     train(model, optimizer, range(2))
     tx.save(model, folder, to="identity", optimizer=optimizer)
-    states = [value for state in optimizer.states.values() for value in state.values()]
+    states: list[Any] = _states(optimizer)
     assert all(tuple(value.device_mesh.shape) == shape for value in states if value.dim())
     return _unsharded(model)
 
@@ -213,6 +213,13 @@ def _state(model: Any, optimizer: Any) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 
 
+def _load_by_torch(model: Any, optimizer: Any, folder: Path) -> None:
+    state = _state(model, optimizer)
+    load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+
+
 def _train_and_save(rank: int, world: int, kind: str, folder: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Save in every way; while what is asynchronous is on its way, everything is written over."""
     model = built(kind, mesh_of(world))
@@ -222,10 +229,8 @@ def _train_and_save(rank: int, world: int, kind: str, folder: Path) -> tuple[dic
     kept = bytes_of(model, optimizer)
     tx.save(model, folder / "tx", to="identity", optimizer=optimizer)
     save(_state(model, optimizer), checkpoint_id=folder / "dcp")
-    whole, training = (
-        get_model_state_dict(model, options=FULL),
-        get_optimizer_state_dict(model, optimizer, options=FULL),
-    )
+    whole = get_model_state_dict(model, options=FULL)
+    training = get_optimizer_state_dict(model, optimizer, options=FULL)
     if rank == 0:
         torch.save(whole, folder / "whole.pt")
         torch.save(training, folder / "training.pt")
@@ -248,14 +253,11 @@ def _load(rank: int, world: int, kind: str, folder: Path, way: str) -> tuple[Any
     optimizer = trainer(model)
     if way.startswith("tx"):
         report = tx.load(model, folder / way, dialect="identity", optimizer=optimizer)
-        held = [*model.state_dict().values()]
+        entries: list[Any] = [*model.state_dict().values(), *_states(optimizer)]
         assert report.converted == ()
-        assert report.bytes_written == sum(_local_bytes(one) for one in [*held, *_states(optimizer)])
+        assert report.bytes_written == sum(getattr(entry, "_local_tensor", entry).nbytes for entry in entries)
     elif way.startswith("dcp"):
-        state = _state(model, optimizer)
-        load(state, checkpoint_id=folder / way)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optim"])
+        _load_by_torch(model, optimizer, folder / way)
     else:
         whole = torch.load(folder / way, weights_only=True)
         if kind == "nvfp4":  # of the others torch scatters the codes, and gloo scatters no float8
@@ -269,10 +271,6 @@ def _load(rank: int, world: int, kind: str, folder: Path, way: str) -> tuple[Any
 
 def _states(optimizer: Any) -> list[torch.Tensor]:
     return [value for state in optimizer.states.values() for value in state.values()]
-
-
-def _local_bytes(tensor: Any) -> int:
-    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
 def _go_on(
@@ -336,10 +334,7 @@ def _after_process(rank: int, world: int, folder: Path, kept: dict[str, dict[str
     for kind in BY_PROCESS:
         model = built(kind, mesh_of(world), seed=5)
         optimizer = trainer(model)
-        state = _state(model, optimizer)
-        load(state, checkpoint_id=folder / kind)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optim"])
+        _load_by_torch(model, optimizer, folder / kind)
         assert equal(bytes_of(model, optimizer), kept[kind])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.quant.kinds import KINDS, MORE, raw, same, values
+from tests.quant.kinds import KINDS, MORE, raw, same, same_state, values
 from tests.some import a, some
 from transaxle.errors import TransaxleError
 from transaxle.quant import DelayedScaling, MasterWeights, QuantizedTensor, Quantizer, linear, quantize_, quantized_init
@@ -54,24 +54,18 @@ def test_autocast_and_wider_weights_give_the_input_s_dtype() -> None:
     torch.testing.assert_close(made[0], made[1], rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(some(layers[0].weight.grad), layers[1].weight.grad, rtol=2e-2, atol=0.5)
     assert layers[0](values(3, 64)).dtype == torch.bfloat16
+    x, plain = values(3, 64), values(48, 64)
+    assert torch.equal(linear(x, plain), nn.functional.linear(x, plain)), "plain weights are multiplied as usual"
 
 
 def test_copies_made_in_the_block_are_quantized() -> None:
     with quantized_init(KINDS["mxfp8"]):
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2)
     found = [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedTensor)]
-    assert [name.removeprefix("layers.1.") for name in found[3:]] == [
-        "self_attn.out_proj.weight",
-        "linear1.weight",
-        "linear2.weight",
-    ]
+    names = ["self_attn.out_proj.weight", "linear1.weight", "linear2.weight"]
+    assert [name.removeprefix("layers.1.") for name in found[3:]] == names
     assert copy.deepcopy(nn.Linear(8, 8)).weight.__class__ is nn.Parameter
     assert model(torch.randn(1, 3, 32)).shape == (1, 3, 32)
-
-
-def test_plain_weights_are_multiplied_as_usual() -> None:
-    x, weight = values(3, 64), values(48, 64)
-    assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))
 
 
 def test_a_filter_chooses_and_shared_weights_stay_shared() -> None:
@@ -147,13 +141,6 @@ def _model(kind: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def _equal(first: nn.Module, second: nn.Module) -> bool:
-    one, two = first.state_dict(), second.state_dict()
-    return one.keys() == two.keys() and all(
-        torch.equal(raw(one[name].detach()), raw(two[name].detach())) for name in one
-    )
-
-
 def test_names_are_those_of_components() -> None:
     names = {kind: [name for name in _model(kind).state_dict() if name.startswith("2.")] for kind in KINDS}
     assert names == {
@@ -173,10 +160,10 @@ def test_torch_files_need_no_allow_list(kind: str) -> None:
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert all(type(entry) is torch.Tensor for entry in state.values())
-    assert not _equal(model, other)
+    assert not same_state(model, other)
     before = copy.copy(state)
     assert str(other.load_state_dict(state)) == "<All keys matched successfully>"
-    assert _equal(model, other)
+    assert same_state(model, other)
     assert state.keys() == before.keys()
     assert torch.equal(model(values(4, 64)), other(values(4, 64)))
 
@@ -200,7 +187,7 @@ def test_meta_models_are_filled_by_assigning(kind: str) -> None:
     with pytest.raises(TransaxleError, match="meta device"):
         empty.load_state_dict(model.state_dict())
     empty.load_state_dict(model.state_dict(), assign=True)
-    assert _equal(model, empty)
+    assert same_state(model, empty)
     assert torch.equal(model(values(4, 64)), empty(values(4, 64)))
 
 
@@ -213,7 +200,7 @@ def test_values_are_quantized_once_and_it_is_said(kind: str) -> None:
     model = _model(kind, seed=1)
     with pytest.warns(UserWarning, match="quantized once"):
         model.load_state_dict(wide.state_dict())
-    assert _equal(model, _model(kind))
+    assert same_state(model, _model(kind))
 
 
 def test_delayed_scaling_starts_anew_from_values() -> None:
@@ -254,4 +241,4 @@ def test_other_encodings_and_missing_scales_are_refused_and_nothing_is_written()
             blocks.load_state_dict(state, strict=False)
         assert {one.code for one in refused.value.refusals} <= codes | {"DTYPE_MISMATCH", "SHAPE_MISMATCH"}
         assert refused.value.code in codes | {"DTYPE_MISMATCH"}
-        assert _equal(blocks, kept)
+        assert same_state(blocks, kept)

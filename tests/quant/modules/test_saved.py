@@ -9,21 +9,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.quant.kinds import KINDS, MORE, raw, same
+from tests.quant.kinds import KINDS, MORE, raw, same, same_state
 from tests.quant.training import SIX, Transformer, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
 from transaxle.errors import TransaxleError
 from transaxle.move.mover import Movement
 from transaxle.quant import NVFP4, MasterWeights, QuantizedTensor, quantize_
-
-
-def _equal(first: nn.Module, second: nn.Module) -> bool:
-    one, two = first.state_dict(), second.state_dict()
-    return one.keys() == two.keys() and all(torch.equal(raw(one[n].detach()), raw(two[n].detach())) for n in one)
 
 
 def _model(kind: str, seed: int) -> nn.Module:
@@ -45,9 +40,9 @@ def test_every_format_is_saved_and_loaded_bit_for_bit(kind: str, asynchronous: b
         job.result()
     else:
         tx.save(model, tmp_path / "saved", to="identity")
-    assert not _equal(kept, other)
+    assert not same_state(kept, other)
     tx.load(other, tmp_path / "saved", dialect="identity")
-    assert _equal(kept, other)
+    assert same_state(kept, other)
 
 
 @pytest.mark.parametrize("kind", MORE)
@@ -171,9 +166,8 @@ def test_another_encoding_is_refused_unless_decoding_is_allowed(source: str, kin
     before = bytes_of(model)
     if SIX[source].encoding == SIX[kind].encoding:
         tx.load(model, tmp_path / "saved", decode="bf16", strict=source == kind)
-        assert all(
-            torch.equal(raw(model[0].weight.components[n]), raw(b)) for n, b in saved[0].weight.components.items()
-        )
+        for name, buffer in saved[0].weight.components.items():
+            assert torch.equal(raw(model[0].weight.components[name]), raw(buffer))
         return
     with pytest.raises(TransaxleError) as refused:
         tx.load(model, tmp_path / "saved")
@@ -212,7 +206,7 @@ def test_decoding_leaves_what_fits_as_it_is(tmp_path: Path) -> None:
 
 
 def _masters_of_plain(rank: int, world: int, folder: Path) -> None:
-    values = {name: tensor.float() for name, tensor in tx_values(folder).items()}
+    values = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     model = built("float8_block", mesh_of(world), meta=True)
     optimizer = trainer(model)
     tx.load(model, folder, optimizer=optimizer, strict=False)
@@ -220,13 +214,6 @@ def _masters_of_plain(rank: int, world: int, folder: Path) -> None:
     for parameter, state in optimizer.states.items():
         assert torch.equal(state["master"].full_tensor(), values[names[parameter]])
     train(model, optimizer, range(1))
-
-
-def tx_values(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors, by another library."""
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 def test_masters_start_from_the_values_that_were_loaded(tmp_path: Path) -> None:
