@@ -70,10 +70,8 @@ def test_the_python_example_prints_what_it_promises(page: Path, tmp_path: Path) 
 
 def test_links_between_files_work() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    links = [
-        (page, target) for page in pages for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", page.read_text("utf-8"))
-    ]
-    assert [f"{page}: {target}" for page, target in links if not (page.parent / target).exists()] == []
+    links = {page: re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", page.read_text("utf-8")) for page in pages}
+    assert [f"{at}: {to}" for at, targets in links.items() for to in targets if not (at.parent / to).exists()] == []
 
 
 def test_every_refusal_is_explained_with_its_exit_code() -> None:
@@ -109,9 +107,8 @@ def _beside(page: str, folder: Path) -> None:
         _old_run(folder / "old-run")
     if "tiny-adapter" in text:
         (folder / "tiny-adapter").mkdir()
-        (folder / "tiny-adapter" / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4})
-        )
+        adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+        (folder / "tiny-adapter" / "adapter_config.json").write_text(json.dumps(adapter))
         module, rank = "base_model.model.model.layers.0.self_attn.q_proj", 2
         rows, columns = tensors()["model.layers.0.self_attn.q_proj.weight"].shape
         held = {f"{module}.lora_A.weight": np.ones((rank, columns), np.float32)}
@@ -308,7 +305,7 @@ def test_statements_of_a_dialect_on_the_notation_page_are_read(statement: str) -
 
 # The figures of the docs: they show what numpy computes, and each is on a page.
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 FIGURES = DOCS / "figures"
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -98,9 +98,8 @@ def test_links_lead_to_the_version_that_was_released() -> None:
 
 def test_the_version_is_the_changelogs_newest_and_the_one_to_cite() -> None:
     newest = re.findall(r"^## (\S+) \((\S+)\)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[0]
-    cited = dict(
-        re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
-    )
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    cited = dict(re.findall(r"^(version|date-released): (\S+)$", citation, re.MULTILINE))
     assert newest == (tx.__version__, cited["date-released"]) == (cited["version"], cited["date-released"])
 
 

@@ -153,9 +153,8 @@ def test_state_without_its_parameter_is_refused_in_every_dialect(name: str, tmp_
         tensors = {key: np.ones(shape, np.float32) for key, shape in shapes.items()}
         last = next(reversed(tensors))
         held = tensors | {f"optim/{key}/exp_avg": value for key, value in tensors.items()}
-        source = checkpoints.write(
-            tmp_path / str(number), held | {"optim/ghost.weight/exp_avg": tensors[last]}, config=config
-        )
+        held["optim/ghost.weight/exp_avg"] = tensors[last]
+        source = checkpoints.write(tmp_path / str(number), held, config=config)
         for target in family.dialects:
             plan = tx.plan(source, tmp_path / "out", to=f"dcp:{target.label}", optimizer=True, family=each)
             named = [refusal.code for refusal in plan.refusals if "ghost.weight" in str(refusal)]

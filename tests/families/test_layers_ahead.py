@@ -15,7 +15,6 @@ import pytest
 from tests.some import some
 from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.model_tensors import Model
-from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.translation.translate import Translation, translate
 from transaxle.families import builtin
@@ -107,9 +106,7 @@ def _expressed(name: str, config: dict[str, Any], held: Shapes, target: str) -> 
     """Tensors of a family, of one value each in bf16, in another dialect than the hub's."""
     family = builtin()[name]
     hf, to = family.dialect("hf"), family.dialect(target)
-    entries = {
-        name: Entry(name, "BF16", shape, (Extent((0,) * len(shape), shape, "file", 0),)) for name, shape in held.items()
-    }
+    entries = {n: Entry(n, "BF16", s, (Extent((0,) * len(s), s, "file", 0),)) for n, s in held.items()}
     sizes = Sizes(family, config)
     return translate(bind(list(held), family, some(hf), sizes, stored=entries), entries, some(to), sizes)
 
@@ -121,10 +118,6 @@ def _missing(view: Translation) -> set[str]:
     return {line for line in lines if "mtp" in line}
 
 
-def _whole(target: Target) -> bool:
-    return target.component != "" and int(np.prod(target.shape)) > 0
-
-
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("target", ["hf", "transformers"])
 def test_every_name_of_the_source_is_read_with_its_shape_and_kept(case: str, target: str) -> None:
@@ -132,7 +125,7 @@ def test_every_name_of_the_source_is_read_with_its_shape_and_kept(case: str, tar
     assert _missing(view) == set()
     assert view.kept_names == ()
     assert {name: target.shape for name, target in view.targets.items()} == held
-    assert all(map(_whole, view.targets.values()))
+    assert all(target.component and np.prod(target.shape) > 0 for target in view.targets.values())
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -243,9 +236,8 @@ def test_experts_of_a_layer_ahead_in_the_other_form_are_read(family: str) -> Non
     numbered = _expressed(family, config, {**model, **layers}, "hf")
     stacked = _expressed(family, config, {**model, **_stacked(layers)}, "hf")
     assert (stacked.refusals, stacked.kept_names) == ((), ())
-    assert {name: target.shape for name, target in stacked.targets.items()} == {
-        name: target.shape for name, target in numbered.targets.items()
-    }
+    first, second = ({name: target.shape for name, target in each.targets.items()} for each in (stacked, numbered))
+    assert first == second
     held = {**model, **_stacked(layers)}
     for lost in held.keys() - layers.keys() - model.keys():
         rest = {name: shape for name, shape in held.items() if name != lost}
