@@ -79,18 +79,12 @@ def model(**changed: torch.Tensor | None) -> dict[str, torch.Tensor]:
 def packed(hf: dict[str, torch.Tensor], padding: int = 0) -> dict[str, torch.Tensor]:
     """The same in `packed`, built by torch."""
     rows = torch.full((padding, 4), HOLE)
-    return {
-        "tokens": torch.cat([hf["embed"], rows]),
-        "end": hf["end"],
-        "output": torch.cat([hf["head"], rows]),
-        **{f"blocks.{layer}.norm": hf[f"layers.{layer}.norm"] for layer in range(2)},
-        **{
-            f"blocks.{layer}.w": torch.stack(
-                [torch.cat([hf[f"layers.{layer}.experts.{e}.{name}"] for name in ("gate", "up")]) for e in range(3)]
-            )
-            for layer in range(2)
-        },
-    }
+    found = {"tokens": torch.cat([hf["embed"], rows]), "end": hf["end"], "output": torch.cat([hf["head"], rows])}
+    for layer in range(2):
+        found[f"blocks.{layer}.norm"] = hf[f"layers.{layer}.norm"]
+        experts = [[hf[f"layers.{layer}.experts.{e}.{name}"] for name in ("gate", "up")] for e in range(3)]
+        found[f"blocks.{layer}.w"] = torch.stack([torch.cat(parts) for parts in experts])
+    return found
 
 
 def only_refusal(view: Translation, code: str) -> Refusal:

@@ -98,20 +98,14 @@ CASES: tuple[tuple[str, list[tuple[dict[str, Any], int, set[int]]]], ...] = (
     (f"{INDEX} >= first_dense", [({"first_dense": 1}, 4, {1, 2, 3}), ({"first_dense": 2}, 3, {2})]),
     (f'kinds[{INDEX}] == "full"', [({"kinds": ["a", "full"]}, 2, {1}), ({"kinds": ["full", "a", "full"]}, 3, {0, 2})]),
     (f"{INDEX} in sparse_list", [({"sparse_list": [0, 2]}, 3, {0, 2}), ({"sparse_list": [1]}, 3, {1})]),
-    (
-        f"{INDEX} % attn_period == attn_offset",
-        [({"attn_period": 3, "attn_offset": 1}, 6, {1, 4}), ({"attn_period": 2, "attn_offset": 0}, 4, {0, 2})],
-    ),
+    (f"{INDEX} % attn_period == attn_offset",
+     [({"attn_period": 3, "attn_offset": 1}, 6, {1, 4}), ({"attn_period": 2, "attn_offset": 0}, 4, {0, 2})]),
     ("(tied|True)", [({}, 0, {0}), ({"tied": False}, 0, set())]),
-    (
-        "not use_gate",  # what is tied says nothing of a layer
-        [
-            ({"tie_word_embeddings": False, "use_gate": False}, 0, {0}),
-            ({"tie_word_embeddings": True, "use_gate": True}, 0, set()),
-        ],
-    ),
+    # What is tied says nothing of a layer.
+    ("not use_gate", [({"tie_word_embeddings": False, "use_gate": False}, 0, {0}),
+                      ({"tie_word_embeddings": True, "use_gate": True}, 0, set())]),
     (f"{INDEX} == 0", [({"start_token": 0, "proj_layers": 0}, count, {0}) for count in (3, 4)]),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("expected", "traces"), CASES)

@@ -218,15 +218,12 @@ def test_states_follow_and_numbers_have_to_agree() -> None:
 
 def test_states_of_codes_of_four_bits_have_twice_their_columns() -> None:
     names = [f"w{e}" for e in range(3)]
-    held = {name: Held((2, 4), "U8") for name in names} | {
-        f"optim/{name}/master": Held((2, 8), "F32") for name in names
-    }
+    held = {name: Held((2, 4), "U8") for name in names}
+    held |= {f"optim/{name}/master": Held((2, 8), "F32") for name in names}
     found = regroup([THREE], held)
     assert not found.refusals
-    assert {name: target.shape for name, target in found.targets.items()} == {
-        "w": (3, 2, 4),
-        "optim/w/master": (3, 2, 8),
-    }
+    shapes = {name: target.shape for name, target in found.targets.items()}
+    assert shapes == {"w": (3, 2, 4), "optim/w/master": (3, 2, 8)}
     for wrong in (Held((2, 7), "F32"), Held((3, 8), "F32")):
         refused = regroup([THREE], held | {"optim/w1/master": wrong}).refusals
         assert {refusal.code for refusal in refused} == {"SHAPE_MISMATCH"}

@@ -87,14 +87,8 @@ def test_modelopt_has_a_file_of_its_own() -> None:
 
 
 def test_a_model_of_several_precisions() -> None:
-    section = {
-        "quant_method": "modelopt",
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {
-            Q: {"quant_algo": "FP8"},
-            "model.layers.*.mlp.*": {"quant_algo": "NVFP4", "group_size": 16},
-        },
-    }
+    layers = {Q: {"quant_algo": "FP8"}, "model.layers.*.mlp.*": {"quant_algo": "NVFP4", "group_size": 16}}
+    section = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     assert encodings(section) == (FLOAT8,)
     assert encodings(section, "model.layers.7.mlp.up_proj") == (NVFP4,)
     assert encodings(section, "model.layers.7.other") == ()
@@ -304,16 +298,7 @@ KEYS = [
 ]
 WORDS = [
     *METHODS,
-    "float",
-    "block",
-    "group",
-    "FP8",
-    "NVFP4",
-    "MIXED_PRECISION",
-    "re:.*",
-    "re:(",
-    "*",
-    "float-quantized",
+    *["float", "block", "group", "FP8", "NVFP4", "MIXED_PRECISION", "re:.*", "re:(", "*", "float-quantized"],
 ]
 leaves = st.one_of(st.none(), st.booleans(), st.integers(-2, 200), st.sampled_from(WORDS), st.text(max_size=3))
 documents = st.recursive(

@@ -88,35 +88,14 @@ SECTIONS: list[tuple[Config, Encoding, str]] = [
     ({"quant_method": "fp8", "activation_scheme": "dynamic"}, FLOAT8, "modelopt"),
     (OSS, MXFP4, "gpt_oss"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*gate"]}, NVFP4, "modelopt"),
-    (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head", "re:.*mlp.gate$"],
-            "config_groups": {"NVFP4A16": ["Linear"]},
-        },
-        NVFP4,
-        "compressed_tensors",
-    ),
-    (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "ignore": ["model.layers.0.self_attn.q_proj"],
-            "kv_cache_scheme": {"num_bits": 8, "type": "float"},
-            "config_groups": {
-                "group_0": {
-                    "targets": ["re:.*proj$"],
-                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-                    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-                }
-            },
-        },
-        CHANNEL,
-        "compressed_tensors",
-    ),
-]
+    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+      "ignore": ["lm_head", "re:.*mlp.gate$"], "config_groups": {"NVFP4A16": ["Linear"]}}, NVFP4, "compressed_tensors"),
+    ({"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["model.layers.0.self_attn.q_proj"],
+      "kv_cache_scheme": {"num_bits": 8, "type": "float"}, "config_groups": {"group_0": {
+          "targets": ["re:.*proj$"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+          "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+      }}}, CHANNEL, "compressed_tensors"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "encoding", "convention"), SECTIONS)

@@ -177,9 +177,7 @@ def test_both_rooms_have_the_same_names() -> None:
             assert found[Role.SCALE] == NAME + quantized.SCALE + end
             assert found.get(Role.GLOBAL, NAME + quantized.AMAX + end) == NAME + quantized.AMAX + end
     assert CONVENTIONS[TE_HALVED].scale_max == 256
-
-
-def test_an_amax_is_a_factor_over_the_largest_values() -> None:
+    # An amax is a factor over the largest values.
     for convention, most in ((TE, 448), (TE_HALVED, 256)):
         encoding = replace(NVFP4, scale_max=most)
         assert CONVENTIONS[convention].factor(5.0, encoding) == 5.0 / (most * 6)
@@ -198,8 +196,5 @@ def test_metadata_says_which_tiles() -> None:
     assert [refusal.code for refusal in wrong.refusals] == ["SHAPE_MISMATCH"]
     missing = group({NAME: CODES}, None, {te.TE_NOTE: {NAME: SAID}})
     assert [refusal.code for refusal in missing.refusals] == ["MISSING_TENSOR"]
-
-
-def test_metadata_of_what_has_been_decoded() -> None:
-    found = group({NAME: Entry("BF16", (64, 96))}, None, {te.TE_NOTE: {NAME: SAID, "gone": SAID}})
-    assert (found.encoded, found.refusals, found.bare) == ({}, (), ())
+    decoded = group({NAME: Entry("BF16", (64, 96))}, None, {te.TE_NOTE: {NAME: SAID, "gone": SAID}})
+    assert (decoded.encoded, decoded.refusals, decoded.bare) == ({}, (), ())
