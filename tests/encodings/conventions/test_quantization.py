@@ -206,7 +206,7 @@ def test_what_a_section_says_beside_codes_and_scales_is_known_or_refused(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("value", [None, [], {}, {"config_groups": {}}, {"a": [None, {}]}])
 def test_a_key_that_says_nothing_needs_not_be_known(method: str, value: Any) -> None:
-    needed = {"compressed-tensors": {**CT, "config_groups": {}}, "modelopt": MODELOPT}
+    needed: dict[str, dict[str, Any]] = {"compressed-tensors": {**CT, "config_groups": {}}, "modelopt": MODELOPT}
     section = {"quant_method": method, **needed.get(method, {}), "anything": value}
     assert read({SECTION: section}) is not None
 
