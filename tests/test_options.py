@@ -197,10 +197,7 @@ def test_a_choice_is_one_of_those_of_the_command_line(tmp_path: Path) -> None:
         assert caught.value.code == "AMBIGUOUS"
         with pytest.raises(TypeError, match=r'^weights must be a str such as "fp32"; got 3'):
             verb(weights=cast("Any", 3))
-
-
-def test_a_plan_refuses_an_unknown_on(tmp_path: Path) -> None:
-    source = tiny(tmp_path / "ck")
+    # So is the place where a plan is carried out.
     with pytest.raises(tx.TransaxleError, match="cannot convert on 'nope'"):
         tx.plan(source, tmp_path / "out", to="hf", on="nope")
     for other in (3, ThreadPoolExecutor):

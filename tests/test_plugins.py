@@ -91,10 +91,7 @@ def test_a_package_s_format_claims_names_of_files(program: Program, tmp_path: Pa
     broken = Path("broken.tiny")
     broken.write_bytes(b"TINY" + bytes(4))
     assert program("ls", "broken.tiny", "--json").codes == ["CORRUPT"]
-
-
-@pytest.mark.usefixtures("tiny_format")
-def test_what_a_package_s_format_cannot_hold_is_refused(program: Program, tmp_path: Path) -> None:
+    # What it cannot hold is refused.
     write(tmp_path / "wide", {name: array.astype("u4") for name, array in list(tensors().items())[:2]})
     outcome = program("convert", "wide", "out", "--to", "tiny:identity", "--json")
     assert outcome.code == REFUSED

@@ -247,16 +247,13 @@ def test_views_with_strides_and_given_buffers() -> None:
     assert made.data is given.data
     same(made.data, codes)
     same(made.scale_inv, scales)
-    assert (array(room)[:, :16] == 0x55).all()
-    assert (array(room)[:, 80:] == 0x55).all()
-    assert (array(grid)[:, :2] == 0x55).all()
-    assert (array(grid)[:, 4:] == 0x55).all()
+    for left in (room[:, :16], room[:, 80:], grid[:, :2], grid[:, 4:]):
+        assert (array(left) == 0x55).all()
     place = torch.full((40, 80), 7.0, device=DEVICE)
     got = kernels.dequantize(made, MXFP8, torch.float32, out=place[:, 8:72])
     assert got.data_ptr() == place[:, 8:72].data_ptr()
     same(got, codec.decode_box(MXFP8, codes, scales, dtype="F32"))
-    assert (array(place)[:, :8] == 7).all()
-    assert (array(place)[:, 72:] == 7).all()
+    assert (array(torch.cat([place[:, :8], place[:, 72:]], 1)) == 7).all()
 
 
 def test_an_amax_or_a_scale_can_be_given() -> None:
@@ -409,10 +406,8 @@ def test_wrong_offsets_write_nothing_outside_of_a_device() -> None:
     for ends in ([40, -3, 99, 12], [37, 0, 37, 0], [-1, -2, -3, -4]):
         offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         kernels.quantize_groups(x, offsets, FLOAT8_BLOCK, out=given)
-        assert (array(room)[:8] == 0x55).all()
-        assert (array(room)[45:] == 0x55).all()
-        assert (array(grid)[:8] == 7).all()
-        assert (array(grid)[12:] == 7).all()
+        assert (array(torch.cat([room[:8], room[45:]])) == 0x55).all()
+        assert (array(torch.cat([grid[:8], grid[12:]])) == 7).all()
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (37, 130), (3, 129, 64), (2, 5, 300), (0, 4, 4), (2, 0, 7)], ids=str)

@@ -197,14 +197,10 @@ def test_rows_of_one_batch_are_quantized_together(world: int) -> None:
     run(world, _batch)
 
 
-def test_a_batch_needs_its_ranks() -> None:
-    """`batch_over(None)` says nothing."""
+def test_a_batch_without_its_ranks_and_shards_are_refused() -> None:
+    """Shards are some rows of a weight, as FSDP2 leaves them between steps."""
     with pytest.raises(TransaxleError, match="needs the ranks"), batch_over(None):  # type: ignore[arg-type]
         pass
-
-
-def test_shards_are_not_multiplied() -> None:
-    """Some rows of a weight, as FSDP2 leaves them between steps, are refused."""
     part = NVFP4BlockScaling().quantize(drawn(32, WIDTH, seed=0))[:16].clone()
     with pytest.raises(TransaxleError, match="cannot be multiplied"):
         functional.linear(drawn(4, WIDTH, seed=1), part)
