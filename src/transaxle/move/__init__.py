@@ -1,1 +1,3 @@
-"""Executes plans by moving bytes from a source (files, the memory of ranks) to a sink."""
+"""Executes conversion plans by moving bytes from a source (files, or the memory of ranks) to a sink (files, memory,
+checks).
+"""

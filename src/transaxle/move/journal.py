@@ -1,12 +1,14 @@
-"""Hashes items while they are written, and records finished tensors in a journal, so that a conversion can resume.
+"""Hashes tensors while they are written, and records finished tensors in a journal, so that a conversion can resume.
 
-After each finished tensor the journal gets one line, with a checksum; an incomplete last line is ignored. A journal
-belongs to one plan and one state of the source; any other conversion refuses the journal and leaves it in place. A
-resumed run reads the recorded tensors back and compares their hashes, so that the result has the same bytes as an
-uninterrupted run.
+A journal is a file beside an unfinished target. After each finished tensor, one line with a checksum is added to the
+journal; an incomplete last line is ignored. A journal belongs to one plan and one state of the source; any other
+conversion refuses the journal and leaves it in place. A resumed run reads the recorded tensors back and compares their
+hashes, so that the result has the same bytes as an uninterrupted run.
 
-Where several workers share one plan, each work item has a result file beside the journal, written once the item's
-bytes are durable.
+If several workers share one plan, each work item (a part of the plan for one worker) has a result file beside the
+journal. The file is written once the work item's bytes are durable.
+
+In this module, an *item* is the byte array of one target tensor, or of one rank's shard of a target tensor.
 """
 
 from __future__ import annotations
@@ -46,15 +48,16 @@ from transaxle.move.transfer import (
 from transaxle.move.workers import Progress, no_progress
 
 _BLOCK = 1 << 20
-"""Number of bytes hashed at once: few enough to stay in the processor's cache."""
+"""Number of bytes that are hashed at once; they fit into the processor's cache."""
 _BATCH = 1 << 24
-"""Approximate number of bytes read by one call."""
+"""Approximate number of bytes that one call reads."""
 SPAN = 1 << 28
-"""Number of bytes of a span: a part of an item that is hashed by itself. An item above this size is hashed span by
-span, so that several workers can share it."""
+"""Number of bytes of a span: a section of an item that is hashed separately. An item (byte array of a tensor) above
+this size is hashed span by span, so that several workers can share it.
+"""
 
 WHOLE = sys.maxsize
-"""A span size above the size of any item, for hashes of whole files."""
+"""Span size above the size of any item, which is used for hashes of whole files."""
 
 
 def span_ends(size: int) -> list[int]:
@@ -68,11 +71,11 @@ def join_hashes(hashes: Sequence[str]) -> str:
 
 
 class ItemHash:
-    """Computes the hash of an item. The item's spans may come in any order, but the bytes of a span must come in
-    ascending order.
+    """Computes the hash of an item (byte array). The item's spans may be hashed in any order, but the bytes inside a
+    span must be hashed in ascending order.
 
     Args:
-        span_size: number of bytes of a span; None: `SPAN`.
+        span_size: number of bytes of a span; None means `SPAN`.
     """
 
     def __init__(self, span_size: int | None = None) -> None:
@@ -80,22 +83,22 @@ class ItemHash:
         self._spans: dict[int, Running] = {}
 
     def update(self, start: int, data: memoryview) -> None:
-        """Hash the item's bytes that begin at `start`."""
+        """Hash the bytes `data`, which begin at offset `start` of the item."""
         for running, part in self._parts(start, data):
             running.update(part)
 
     def add_update(self, steps: Steps, start: int, data: memoryview) -> None:
-        """Add a step that hashes the item's bytes that begin at `start`."""
+        """Add a step to `steps` that hashes the item's bytes from `start` on."""
         for running, part in self._parts(start, data):
             steps.hash(running, part)
 
     def hexdigest(self) -> str:
-        """Return the hash of all bytes given so far, in hex."""
+        """Return the hash, in hex, of all bytes that have been passed to this object."""
         hashes = [self._spans[number].hexdigest() for number in sorted(self._spans)]
         return join_hashes(hashes or [digest(b"")])
 
     def _parts(self, start: int, data: memoryview) -> Iterator[tuple[Running, memoryview]]:
-        """Cut bytes at the boundaries of spans, and yield each part with the running hash of its span."""
+        """Cut bytes at the boundaries of spans, and yield each piece of `data` with the running hash of its span."""
         while len(data):
             number, inside = divmod(start, self._size)
             part = data[: self._size - inside]
@@ -113,10 +116,10 @@ class HashingFiles(Sink):
         files: the files to write to; None means that items are only hashed.
         places: for each item, by key, its places in the files, as the transfers that would read the item back (see
             `PlannedTensor.everywhere`).
-        hashed: keys of the items to hash; this sink must receive all bytes of each such item.
-        progress: function that is called with the number of bytes just written.
+        hashed: keys of the items to hash; the sink must receive all bytes of each of these items.
+        progress: function that is called with the number of bytes that were just written.
         finish: function that is called with the key and the hash of each complete item.
-        span_size: number of bytes of a span; None: `SPAN`.
+        span_size: number of bytes of a span; None means `SPAN`.
     """
 
     def __init__(
@@ -141,13 +144,13 @@ class HashingFiles(Sink):
         self._places_by_key: dict[int, Places] = {}
 
     def take(self, key: int, start: int, data: memoryview) -> None:
-        """See `Sink`."""
+        """Write and hash bytes of an item (see `Sink.take`)."""
         with Steps() as steps:
             self.add_take(steps, key, start, data)
             steps.run()
 
     def add_take(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
-        """See `Sink`."""
+        """Add steps that write and hash bytes of an item (see `Sink.add_take`)."""
         if key in self._hashed:
             self._hash_of(key).add_update(steps, start, data)
         if self._files is not None and steps.max_bytes and self._places_of(key).are_plain and self.batches_steps:
@@ -158,7 +161,7 @@ class HashingFiles(Sink):
         steps.then(partial(self._progress, len(data)))
 
     def _write(self, key: int, start: int, data: memoryview) -> None:
-        """Write bytes of an item directly, without a list of steps; for scattered places and remote files."""
+        """Write bytes of an item directly and not by a list of steps, for scattered places and for remote files."""
         for file, offset, part in self.locate(key, start, data):
             cast("Writable", self._files).pwrite(file, offset, part)
 
@@ -167,7 +170,7 @@ class HashingFiles(Sink):
         return self._places_of(key).locate(start, data)
 
     def end(self, key: int) -> None:
-        """See `Sink`."""
+        """Finish the hash of an item, and report it (see `Sink.end`)."""
         self._places_by_key.pop(key, None)
         if key in self._hashed:
             item_hash = self._hash_of(key)
@@ -186,7 +189,7 @@ class HashingFiles(Sink):
 
 
 class Places:
-    """The places of an item's bytes in files; a tensor of all experts may have one place for each expert.
+    """The places of an item's bytes in files; a tensor that stacks all experts may have one place for each expert.
 
     Args:
         places: the transfers that would read the item from its files, in any order.
@@ -197,7 +200,8 @@ class Places:
         self._starts = [place.target for place in self._places]
         self.are_plain = not any(place.loops for place in places)
         """Whether each place of the item is one contiguous range of a file."""
-        # Running maxima of the places' ends, since places may overlap: replicated bytes have several places.
+        # Running maxima of the places' ends are needed because places may overlap: replicated bytes have several
+        # places.
         self._ends = list(accumulate((place.target_end for place in self._places), max))
 
     def locate(self, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
@@ -214,7 +218,9 @@ class Places:
 
 
 def _gather_runs(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-    """Yield `(file, offset, bytes)` of a transfer's runs; runs that are contiguous in the file count as one."""
+    """Yield `(file, offset, bytes)` for each run (contiguous range) of a transfer; runs that adjoin in the file count
+    as one.
+    """
     if part.source_span == part.size:
         item_bytes: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
         file_bytes: Bytes = np.empty(part.size, np.uint8)
@@ -239,7 +245,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | None = None) -> str:
-    """Read an item from its places in files, and return its hash; `span_size` is in bytes, None means `SPAN`."""
+    """Read an item from its places in files, and return the hash; `span_size` is in bytes, and None means `SPAN`."""
     item_hash = ItemHash(span_size)
     block: Bytes = np.empty(_BLOCK, np.uint8)
     scratch = Scratch(2 * _BLOCK)
@@ -255,26 +261,26 @@ def digest_in(storage: Readable, places: Sequence[Transfer], span_size: int | No
 
 
 _HEAD = b"transaxle journal 3 "
-"""Start of a journal's first line; the task follows as JSON."""
+"""Beginning of a journal's first line; the JSON of the task follows it."""
 _NONE = "-"
 
 
 class FinishedTensor(msgspec.Struct, frozen=True, gc=False):
-    """A line of the journal: the record of a tensor whose bytes are written."""
+    """A line of the journal: the record of a tensor whose bytes have been written."""
 
     hash: str
     """xxh3-128 hash of the tensor's bytes, in hex."""
     error: Error | None = None
-    """Error that encoding caused in the tensor's values; None for a tensor that is not encoded."""
+    """Error that the encoding caused in the tensor's values; None for a tensor that is not encoded."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """The conversion that a journal belongs to, as its first line records it."""
+    """The conversion to which a journal belongs, as recorded in the first line of the journal."""
 
     to: str
     """Container format and dialect of the target, such as `safetensors:hf`."""
     source: str
-    """Path of the source as the user typed it; for messages only, never compared."""
+    """Path of the source as the user typed it; it is used in messages only, and never compared."""
     state: str
     """Hash of the state (sizes, times …) of the source's files, and of the files of a merged adapter."""
     plan: str
@@ -282,11 +288,11 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The fields in which two tasks must agree, so that a run can be resumed."""
+        """The fields that must be equal in two tasks for one to resume the other."""
         return self.to, self.state, self.plan
 
     def describe_difference(self, earlier: Task) -> str:
-        """Describe, for an error message, how an earlier task differs from this task."""
+        """Describe, for an error message, how the earlier task differs from this task."""
         if earlier.to != self.to:
             return f"it writes {earlier.to}, but this conversion writes {self.to}"
         if earlier.plan == self.plan:
@@ -300,33 +306,33 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a finished work item; its worker writes the result once the item's bytes are durable."""
 
     task: Task
-    """The conversion that the work item belongs to."""
+    """The conversion to which the work item belongs."""
     number: int
-    """Number of the work item in the plan."""
+    """Index of the work item in the plan."""
     tensors: dict[str, tuple[str, str]]
-    """Maps each tensor to its hash, and to the error of its encoded values in the journal's notation."""
+    """Tensor name -> (hash, error of the encoded values in the journal's notation)."""
     checks: tuple[int, ...] = ()
-    """Numbers of the plan's checks (of equal copies) that this item made successfully."""
+    """Indices of the plan's checks (that duplicates are equal) in which this work item found no difference."""
     measured: dict[str, tuple[str, int]] = {}
-    """Decoded or cast tensor -> error of its values, and the number of values that became infinite."""
+    """Name of a decoded or cast tensor -> (error of its values, number of values that became infinite)."""
     summed: tuple[tuple[str, int, tuple[SummedRange, ...]], ...] = ()
-    """Byte ranges with a checksum that the work item read in part: `(file, first byte, CRC-32 of each part)`."""
+    """Byte ranges with a checksum that the work item read only in part: `(file, first byte, CRC-32 of each part)`."""
     proved: tuple[str, ...] = ()
-    """Source tensors whose hashes were computed and equal the recorded hashes."""
+    """Names of source tensors whose hashes were computed and equal the recorded hashes."""
     begun: str = ""
-    """On an object store, token of the upload that the work item belongs to; otherwise empty."""
+    """On an object store, token of the upload to which the work item belongs; otherwise empty."""
     sent: dict[str, tuple[str, ...]] = {}
-    """On an object store, maps each file to the ETags of its uploaded parts, in order."""
+    """On an object store, file name -> ETags of its uploaded parts, in order; otherwise empty."""
     worker: str = ""
     """Host name and process id of the worker that wrote the result."""
     nbytes: int = 0
     """Number of bytes that the worker wrote."""
     seconds: float = 0.0
-    """Wall time of the work in seconds."""
+    """Wall time that the work took, in seconds."""
 
     @property
     def finished(self) -> dict[str, FinishedTensor]:
-        """Maps each tensor of the work item to its journal record."""
+        """Tensor name -> journal record, for each tensor of the work item."""
         return {
             name: FinishedTensor(tensor_hash, _parse_error(error))
             for name, (tensor_hash, error) in self.tensors.items()
@@ -334,12 +340,12 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> dict[str, tuple[Error, int]]:
-        """Decoded or cast tensor -> error of its values, and the number of values that became infinite."""
+        """Name of a decoded or cast tensor -> (error of its values, number of values that became infinite)."""
         return {name: (_parse_error(text) or Error(), infinite) for name, (text, infinite) in self.measured.items()}
 
     @property
     def text(self) -> bytes:
-        """Content of the result file: a checksum, a space, and JSON; the inverse of `parse_result`."""
+        """Content of the result file: a checksum, a space, and JSON; `parse_result` is the inverse."""
         payload = msgspec.json.encode(self)
         return digest(payload).encode() + b" " + payload
 
@@ -350,7 +356,7 @@ def item_file(number: int) -> str:
 
 
 def parse_result(text: bytes) -> ItemResult | None:
-    """Parse the content of a result file; return None if it is damaged."""
+    """Parse the content of a result file; the result is None if the content is damaged."""
     checksum, _, payload = text.partition(b" ")
     try:
         return msgspec.json.decode(payload, type=ItemResult) if digest(payload).encode() == checksum else None
@@ -359,8 +365,8 @@ def parse_result(text: bytes) -> ItemResult | None:
 
 
 def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
-    """Read the results of the work items `numbers` (None means of all), and return them by number; damaged results are
-    left out.
+    """Return index of the work item -> result, for the work items `numbers` (None means all); damaged results are
+    omitted.
 
     Raises:
         StorageError: with the code IO if a result file cannot be read.
@@ -383,7 +389,8 @@ def read_results(folder: Path, numbers: Iterable[int] | None = None) -> dict[int
 
 
 def read_task(folder: Path) -> Task | None:
-    """Return the task of the journal in a folder, even if no tensor is finished; None if there is no valid journal.
+    """Return the task of the journal in a folder, even if no tensor is finished; None if the folder has no valid
+    journal.
 
     Raises:
         StorageError: with the code IO if the journal cannot be read.
@@ -393,13 +400,13 @@ def read_task(folder: Path) -> Task | None:
 
 
 def unfinished_task(folder: Path) -> Task | None:
-    """Return the task of a folder's unfinished work if any of its tensors is finished, otherwise None.
+    """Return the task of the unfinished work in a folder if at least one tensor is finished, otherwise None.
 
     Raises:
         StorageError: with the code IO if the journal cannot be read.
     """
     lines = _read_lines(folder / JOURNAL)
-    # Without a finished tensor there is nothing to lose, so a different task may replace the journal.
+    # If no tensor is finished, nothing can be lost, so a different task may replace the journal.
     if len(lines) > 1 and any(map(_parse_line, lines[1:])):
         return _task(lines[0])
     return next((result.task for result in read_results(folder).values()), None)
@@ -413,7 +420,7 @@ def _read_lines(journal: Path) -> list[bytes]:
 
 
 def _task(line: bytes) -> Task | None:
-    """Parse the first line of a journal; return None if the line is damaged."""
+    """Parse the first line of a journal; the result is None if the line is damaged."""
     if not line.startswith(_HEAD):
         return None
     try:
@@ -423,9 +430,9 @@ def _task(line: bytes) -> Task | None:
 
 
 def _parse_line(line: bytes) -> tuple[str, FinishedTensor] | None:
-    """Parse the line of a finished tensor; return None if the line is damaged."""
+    """Parse the line of a finished tensor; the result is None if the line is damaged."""
     checksum, _, payload = line.partition(b" ")
-    # A line torn by a crash or a full disk fails here, and its tensor is written again.
+    # If a crash or a full disk cut the line, its checksum is wrong, and the tensor is written again.
     if digest(payload).encode() != checksum:
         return None
     tensor_hash, error, name = payload.decode().split(" ", 2)
@@ -441,7 +448,7 @@ def refuse_other_task(folder: Path, task: Task, file: str) -> None:
         file: path of the target, for the error message.
 
     Raises:
-        UsageError: with the code EXISTS if the journal's task differs.
+        UsageError: with the code EXISTS if the journal belongs to a different task.
         StorageError: with the code IO if the journal cannot be read.
     """
     unfinished = unfinished_task(folder)
@@ -459,14 +466,14 @@ def refuse_other_task(folder: Path, task: Task, file: str) -> None:
 
 
 def error_text(error: Error | None) -> str:
-    """Return a value error (of an encoded tensor) in the journal's notation."""
+    """Return the error of an encoded tensor's values as text, in the journal's notation."""
     if error is None:
         return _NONE
     return f"{error.max!r},{error.square_sum!r},{error.count},{error.unequal}"
 
 
 def _parse_error(text: str) -> Error | None:
-    """Parse the text that `error_text` returns."""
+    """Parse the text that `error_text` returned."""
     if text == _NONE:
         return None
     largest, squares, count, unequal = text.split(",")
@@ -477,11 +484,12 @@ class Journal:
     """The journal of one conversion: a file that records each finished tensor.
 
     Args:
-        folder: folder of the journal, which survives until the target is committed.
-        task: the conversion; if the journal has a different task, it is replaced, see `refuse_other_task`.
+        folder: folder of the journal, which is kept until the target is committed.
+        task: the conversion; a journal of a different task is replaced (`refuse_other_task` refuses this case before).
 
     Raises:
-        StorageError: with the code IO if the journal cannot be read or written, NO_SPACE on a full disk.
+        StorageError: with the code IO if the journal cannot be read or written; with the code NO_SPACE if the disk is
+            full.
     """
 
     def __init__(self, folder: Path, task: Task) -> None:
@@ -491,7 +499,7 @@ class Journal:
         self._continued = False
         with self._naming_errors("reading"):
             self.finished = self._read()
-            """Maps each tensor that an earlier run of the same plan finished to its record."""
+            """Name of each tensor that an earlier run of the same plan finished -> record of the tensor."""
         with self._naming_errors("beginning"):
             self._file: IO[bytes] = self._open()
 
@@ -511,8 +519,8 @@ class Journal:
     def _open(self) -> IO[bytes]:
         if self._continued:
             return self._path.open("ab", buffering=0)
-        # Unbuffered: the operating system has each line before the next tensor begins, so a killed process loses no
-        # line.
+        # The file is unbuffered: the operating system has each line before the next tensor begins, so a killed process
+        # loses no line.
         file = self._path.open("wb", buffering=0)
         try:
             file.write(_HEAD + msgspec.json.encode(self._task) + b"\n")
@@ -529,17 +537,17 @@ class Journal:
             raise storage_error(error, f"{action} the journal", os.fspath(self._path)) from error
 
     def add(self, name: str, tensor: FinishedTensor) -> None:
-        """Record a tensor whose bytes are written. A tensor whose name has a line break is not recorded; a resumed run
-        writes it again.
+        """Record a tensor whose bytes have been written. A tensor whose name contains a line break is not recorded, so
+        a resumed run writes it again.
 
         Raises:
-            StorageError: with the code IO if the journal cannot be written, NO_SPACE on a full disk.
+            StorageError: with the code IO if the journal cannot be written; with the code NO_SPACE if the disk is full.
         """
         if "\n" in name:
             return
         payload = f"{tensor.hash} {error_text(tensor.error)} {name}".encode()
         with self._lock, self._naming_errors("writing"):
-            # the line break comes first, to end an earlier line that is incomplete
+            # The line break is written first, so that it ends an earlier line that is incomplete.
             self._file.write(b"\n" + digest(payload).encode() + b" " + payload)
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""Moves items (byte arrays) from a source to a sink: between files, between ranks, or from files to ranks and back.
+"""Moves items (byte arrays of tensors) from a source to a sink: between files, between ranks, or between files and
+ranks.
 
 A conversion moves files to files, a load moves files into the memory of ranks, a save moves the memory of ranks into
-files, and a reshard moves memory to memory. Items whose bytes one rank can both read and consume are moved by that
-rank's own threads. All other items are cut into item ranges, and the ranges go through an exchange between the ranks,
-in batches of bounded memory. Each range has source ranks, which read parts of the range, and target ranks, which
-receive it. All ranks compute the same ranges, so the ranks agree on senders and receivers without communication. Where
-several ranks have parts of one range (a weight sharded by columns), the target ranks assemble the range.
+files, and a reshard moves memory to memory. If one rank can both read and consume an item's bytes, this rank's own
+threads move the item. All other items are cut into item ranges, and the ranges are sent between ranks in batches of
+bounded memory (an exchange). Each range has source ranks, which read parts of the range, and target ranks, which
+receive the range. All ranks compute the same ranges, so the ranks agree on senders and receivers without communication.
+If several ranks have parts of one range (a weight sharded by columns), the target ranks assemble the range.
 """
 
 from __future__ import annotations
@@ -47,25 +48,27 @@ from transaxle.move.workers import (
 from transaxle.spans import span
 
 _OPEN = 64 << 20
-"""Maximum bytes of the item ranges that a target rank assembles at once."""
+"""Maximum number of bytes of the item ranges that a target rank assembles at once."""
 _ROUND = 32 << 20
-"""Maximum bytes that a rank sends, and that it receives, in one batch; a larger item range has its own batch."""
+"""Maximum number of bytes that a rank sends, and that it receives, in one batch; a larger item range has its
+own batch.
+"""
 _Slice = tuple[Item, int, int]
 """A byte range of an item: `(item, start, stop)`."""
 
 
 class Movement:
-    """Moves items from a source to a sink, once.
+    """Moves items (byte arrays) from a source to a sink; each movement runs once.
 
     Args:
-        items: the items to move. All ranks pass the same items in the same order, but a rank may omit an item that a
+        items: the items to move. All ranks pass the same items in the same order, but a rank may omit an item that one
             different rank both reads and consumes.
-        source: the files or memory to read from. Items without `source_ranks` need a source that is the memory of
+        source: the files or memory to read from. For items without `source_ranks`, the source must be the memory of
             ranks.
-        sink: receives the items' bytes that this rank needs.
+        sink: object that receives the items' bytes that this rank needs.
         limit: the number of workers and the size of their buffers.
-        exchange: moves bytes between the ranks; None for a single process.
-        omitted_bytes: maps each rank to the bytes of its own items that this rank omitted.
+        exchange: object that moves bytes between the ranks; None for a single process.
+        omitted_bytes: rank -> number of bytes of its own items that this rank omitted from `items`.
     """
 
     def __init__(
@@ -86,16 +89,16 @@ class Movement:
         self._local_queues, self._exchanged = divide_by_rank(items, self._owner)
         self._omitted_bytes = omitted_bytes or {}
         self._batches_steps = can_batch(source) and (sink.batches_steps or not sink.ordered)
-        """Whether many steps are carried out in one call, which is faster for local files."""
+        """Whether one call carries out many steps, which is faster for local files."""
         self._lock = Lock()
         self._missing_bytes: dict[int, int] = {}
-        """Item key -> number of bytes not yet delivered, for items that several workers share."""
+        """Item key -> number of bytes that have not been delivered, for items that several workers share."""
 
     def run(self) -> int:
-        """Move all items; a collective operation of all ranks.
+        """Move all items. This is a collective operation: all ranks must call it.
 
         Returns:
-            number of bytes that this rank received from other ranks.
+            Number of bytes that this rank received from other ranks.
 
         Raises:
             Exception: the first error of this rank's source or sink, raised only after all exchanges.
@@ -103,7 +106,7 @@ class Movement:
         if not self._exchanged:
             self.move_local()
             return 0
-        # This rank must still take part in the collective calls after an error, or the other ranks would wait forever.
+        # After an error, this rank must still take part in the collective calls, or the other ranks would wait forever.
         deferred = DeferredErrors()
         deferred(self.move_local)()
         return self._exchange_ranges(deferred)
@@ -117,13 +120,15 @@ class Movement:
         return Worker(self._source, self._limit, stop, new_steps(together=self._batches_steps))
 
     def move_exchanged(self) -> int:
-        """Move the items that need an exchange between ranks; collective, with the result and the errors of `run`."""
+        """Move the items that need an exchange between ranks. All ranks must call it; result and errors are those of
+        `run`.
+        """
         return self._exchange_ranges(DeferredErrors()) if self._exchanged else 0
 
     def _group_slices(self) -> Iterator[list[_Slice]]:
-        """Yield groups of item slices; one worker moves a whole group."""
-        # An ordered sink (a file that is hashed while it is written) takes whole queues, or spans of an item, from
-        # beginning to end; any other sink takes ranges in any order.
+        """Yield groups of item slices; each group is moved by one worker."""
+        # If a sink is ordered (a file that is hashed while it is written), whole queues, or spans of an item, are moved
+        # from beginning to end. To any other sink, ranges are moved in any order.
         queues = self._local_queues.get(self._exchange.rank, ())
         if not self._sink.ordered:
             slices = (
@@ -143,7 +148,7 @@ class Movement:
         yield from self._group(largest_first(sizes) if self._batches_steps else sizes)
 
     def _group(self, sizes: Iterable[tuple[_Slice, int]]) -> Iterator[list[_Slice]]:
-        """Divide slices, given with their sizes, into groups for one worker each."""
+        """Divide slices, given with their sizes in bytes, into groups for one worker each."""
         total = sum(item.size for queue in self._local_queues.get(self._exchange.rank, ()) for item in queue)
         return group_tasks(sizes, batched=self._batches_steps, fair=total // self._limit.jobs)
 
@@ -163,7 +168,7 @@ class Movement:
             steps.run()
 
     def _move(self, worker: Worker, item: Item, start: int, stop: int) -> None:
-        # A sink that exposes memory is filled in place, which saves a copy.
+        # If the sink exposes memory, that memory is filled in place, which saves a copy.
         buffer = None if self._sink.ordered else self._sink.buffer(item.key, start, stop)
         if buffer is not None:
             worker.add_transfer(item.parts(start, stop), start, buffer)
@@ -173,7 +178,7 @@ class Movement:
                 self._sink.add_take(worker.steps, item.key, at, block)
             worker.steps.then(partial(self._count_delivered, item, stop - start))
         else:
-            worker.steps.run()  # pending steps may still read the worker's block, which is filled next
+            worker.steps.run()  # pending steps may still read the block filled next
             at = start
             for block in item.blocks(worker):
                 self._sink.take(item.key, at, block)
@@ -182,7 +187,7 @@ class Movement:
         worker.steps.run_if_full()
 
     def _count_delivered(self, item: Item, size: int) -> None:
-        """Count delivered bytes of an item, and mark the item as complete after its last byte."""
+        """Count delivered bytes of an item, and tell the sink that the item is complete after its last byte."""
         with self._lock:
             missing = self._missing_bytes[item.key] = self._missing_bytes.get(item.key, item.size) - size
             if not missing:
@@ -191,7 +196,7 @@ class Movement:
             self._sink.end(item.key)
 
     def _exchange_ranges(self, deferred: DeferredErrors) -> int:
-        # A rank with much local work gets fewer of the ranges that any rank could take.
+        # A rank that has much local work gets fewer of the ranges that any rank could read.
         sizes = {
             rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._local_queues.items()
         }
@@ -205,7 +210,7 @@ class Movement:
 
 
 class _RangeExchange:
-    """Exchanges item ranges: sends the parts that this rank reads, and assembles the ranges that its sink needs."""
+    """Exchanges item ranges between ranks: sends what this rank reads, and assembles the ranges that its sink needs."""
 
     def __init__(self, source: Readable, sink: Sink, limit: Limits, exchange: Exchange) -> None:
 
@@ -216,8 +221,8 @@ class _RangeExchange:
         self._buffer: Bytes = np.empty(RANGE_BYTES, np.uint8)
 
     def round(self, batch: Sequence[ItemRange], deferred: DeferredErrors) -> int:
-        """Exchange the ranges of one batch, pass them to the sink, and return the bytes received."""
-        # All ranks compute the same list of parcels in the same order, so the number of a parcel identifies it.
+        """Exchange the ranges of one batch, pass them to the sink, and return the number of bytes received."""
+        # All ranks compute the same list of parcels in the same order, so the index of a parcel identifies it.
         parcels = [
             (item_range, rank)
             for item_range in batch
@@ -228,8 +233,8 @@ class _RangeExchange:
 
         def fill_parcel(number: int, buffer: Bytes) -> None:
             item_range, rank = parcels[number]
-            # If a range has several source ranks, each sends only its own copies, packed without gaps; a single source
-            # rank sends the finished range.
+            # If a range has several source ranks, each sends only the bytes that it has, packed without gaps. A single
+            # source rank sends the finished range.
             if item_range.only_source is None:
                 self._worker.fill([packing for packing, _ in pack_copies(item_range.parts(rank))], 0, buffer)
             else:
@@ -251,9 +256,12 @@ class _RangeExchange:
         return received
 
     def _deliver(self, item_range: ItemRange, packs: Mapping[int, Bytes | None]) -> None:
-        """Pass a range to the sink: received whole, read by this rank, or assembled from the packs of several ranks."""
+        """Pass a range to the sink: received whole, read by this rank, or assembled from the packed bytes of several
+        ranks.
+        """
         key, sink = item_range.item.key, self._sink
-        # None if the range must be assembled from several packs, or if this rank reads the range for itself alone.
+        # None if the range must be assembled from the packed bytes of several ranks, or if this rank reads the range
+        # for itself alone.
         whole = None if item_range.only_source is None else packs[item_range.only_source]
         if whole is not None:
             sink.take(key, item_range.start, whole.data)
@@ -277,7 +285,9 @@ class _RangeExchange:
             sink.mark_filled(key, item_range.start, item_range.stop)
 
     def _place_copies(self, item_range: ItemRange, rank: int, pack: Bytes | None, out: Bytes) -> None:
-        """Copy a source rank's pack to its places in `out`; if the pack is None, copy from this rank's own source."""
+        """Copy a source rank's packed bytes to their places in `out`; if `pack` is None, copy from this rank's own
+        source.
+        """
         if pack is None:
             with self._worker.steps as steps:
                 for part in item_range.parts(rank):
@@ -290,9 +300,11 @@ class _RangeExchange:
 
 
 def _parcel(item_range: ItemRange, source_rank: int) -> Parcel:
-    """Return a source rank's parcel: the finished range if the rank has all of it, else a pack of its copies."""
-    # A finished range goes to every target rank, including the sender itself. A pack does not go to its sender, which
-    # fills in its own copies directly.
+    """Return a source rank's parcel: the finished range if the rank has all of it, otherwise the packed bytes that it
+    has.
+    """
+    # A finished range is sent to every target rank, including the sender itself. Packed bytes are not sent to their
+    # sender, which copies them from its own source directly.
     target_ranks = (
         item_range.target_ranks
         if item_range.only_source is not None
@@ -302,11 +314,11 @@ def _parcel(item_range: ItemRange, source_rank: int) -> Parcel:
 
 
 def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item]]], list[Item]]:
-    """Divide items into those that one rank can move alone and those that need an exchange.
+    """Divide items into those that one rank can move alone, and those that need an exchange between ranks.
 
     Returns:
-        a mapping from rank to its queues of items, and the list of items for the exchange. A queue is never
-        divided between the two.
+        A mapping from rank to its queues of items, and the list of items for the exchange. All items of a queue are in
+        the same one of the two.
     """
     queues: dict[Hashable, list[Item]] = {}
     for item in items:
@@ -314,8 +326,8 @@ def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[
     local_queues: dict[int, list[list[Item]]] = {}
     exchanged: list[Item] = []
     for queue in queues.values():
-        # A single writer writes a queue in order. If any item of a queue needs an exchange, the whole queue uses the
-        # exchange.
+        # A single writer writes a queue in order. So if any item of a queue needs an exchange, the exchange is used for
+        # the whole queue.
         ranks = {item.only_rank(owner) for item in queue}
         rank = ranks.pop() if len(ranks) == 1 else None
         if rank is None:
@@ -326,20 +338,20 @@ def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[
 
 
 class ItemRange(msgspec.Struct, frozen=True, eq=False):
-    """A contiguous byte range of an item, with the ranks that read and receive it."""
+    """A contiguous byte range of an item, with the ranks that read the range and the ranks that receive it."""
 
     item: Item
-    """The item that the range belongs to."""
+    """The item (byte array) to which the range belongs."""
     start: int
-    """Offset in the item of the range's first byte."""
+    """Offset of the range's first byte in the item."""
     stop: int
-    """Offset in the item after the range's last byte."""
+    """Offset after the range's last byte in the item."""
     source_ranks: tuple[int, ...]
     """Ranks that read parts of the range from the source."""
     target_ranks: tuple[int, ...]
     """Ranks that receive the range for their sinks."""
     copies: Mapping[int, list[Transfer]] | None
-    """Maps each source rank to its transfers into the range; None means that a single source rank reads all of it."""
+    """Source rank -> its transfers into the range; None means that a single source rank reads the whole range."""
 
     @property
     def size(self) -> int:
@@ -347,7 +359,7 @@ class ItemRange(msgspec.Struct, frozen=True, eq=False):
         return self.stop - self.start
 
     def parts(self, source_rank: int) -> list[Transfer]:
-        """Return the transfers by which a source rank fills its parts of the range."""
+        """Return the transfers by which a source rank fills the bytes of the range that it has."""
         return self.item.parts(self.start, self.stop) if self.copies is None else self.copies[source_rank]
 
     def sent_bytes(self, source_rank: int) -> int:
@@ -361,22 +373,22 @@ class ItemRange(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def has_padding(self) -> bool:
-        """Whether the range has padding: zero bytes that no transfer fills."""
+        """Whether the range has padding: zero bytes that no transfer writes."""
         return sum(part.size for rank in self.source_ranks for part in self.parts(rank)) != self.size
 
 
 class _Lane:
-    """The item ranges of all items with the same target ranks; it produces one range at a time.
+    """The item ranges of all items with the same target ranks; the lane produces these ranges one by one.
 
     Args:
         items: the items of the lane, in order.
-        busy: number of bytes assigned to each rank so far; the lane adds to it.
-        owner: function that returns the rank whose memory has a file.
+        busy: number of bytes assigned to each rank so far; the lane adds the bytes that it assigns.
+        owner: function that returns the rank whose memory contains a file.
     """
 
     def __init__(self, items: Iterable[Item], busy: Load, owner: Owner) -> None:
-        # A generator: a range is cut only when it becomes the lane's head, so `busy` includes all earlier choices of
-        # every lane.
+        # A generator is used because a range must be cut only when it is next in the lane: then `busy` includes all
+        # earlier choices of every lane.
         self._cut_item = (item_range for item in items for item_range in _cut_item(item, busy, owner))
         self.head: ItemRange | None = next(self._cut_item, None)
 
@@ -386,7 +398,9 @@ class _Lane:
 
 
 def _cut_item(item: Item, busy: Load, owner: Owner) -> Iterator[ItemRange]:
-    """Cut an item into ranges, and choose source and target ranks for each, the least busy ones if possible."""
+    """Cut an item into ranges, and choose source and target ranks for each range: the least busy ranks, if there is a
+    choice.
+    """
     if item.source_ranks:
         for start, stop in pairwise(item.cuts):
             yield ItemRange(
@@ -397,17 +411,17 @@ def _cut_item(item: Item, busy: Load, owner: Owner) -> Iterator[ItemRange]:
         copies: dict[int, list[Transfer]] = {}
         for part in parts:
             copies.setdefault(owner(part.file), []).append(part)
-        # Without target ranks, the range goes to a rank that has a part of the range; a range of padding alone, to any
-        # rank.
+        # Without target ranks, the range is received by a rank that has a part of it; a range that is only padding, by
+        # any rank.
         target_ranks = item.target_ranks or (busy.add(busy.least(copies or busy), stop - start),)
         yield ItemRange(item, start, stop, tuple(copies), target_ranks, copies)
 
 
 class _BatchLimits:
-    """Bounds of one batch: how many bytes a rank may assemble, send and receive.
+    """The limits of one batch: how many bytes a rank may assemble, send and receive.
 
     Args:
-        max_bytes: maximum bytes that a rank sends, and that it receives, in one batch.
+        max_bytes: maximum number of bytes that a rank sends, and that it receives, in one batch.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -416,7 +430,9 @@ class _BatchLimits:
         self._moved: dict[tuple[int, bool], int] = {}
 
     def take(self, item_range: ItemRange) -> bool:
-        """Add a range to the batch, or return False if it would exceed a limit; the first range is always accepted."""
+        """Add a range to the batch and return True, or return False if it would exceed a limit; the first range always
+        fits.
+        """
         open_bytes = {
             target_rank: self._open.get(target_rank, 0) + item_range.size for target_rank in item_range.target_ranks
         }
@@ -424,13 +440,14 @@ class _BatchLimits:
         for rank in item_range.source_ranks:
             size = item_range.sent_bytes(rank)
             for target_rank in item_range.target_ranks:
-                # A source rank that is also a target keeps its part, so only bytes sent to other ranks count.
+                # A source rank that is also a target keeps the bytes that it has, so only bytes sent to other ranks are
+                # counted.
                 if target_rank != rank:
                     for key in ((rank, True), (target_rank, False)):
                         moved_bytes[key] = moved_bytes.get(key, self._moved.get(key, 0)) + size
-        # The limits hold for each rank separately, since each rank has its own memory and network link.
+        # The limits apply to each rank separately, because each rank has its own memory and network link.
         full = max(open_bytes.values(), default=0) > _OPEN or max(moved_bytes.values(), default=0) > self._max_bytes
-        # An empty batch accepts a range of any size, as a range above the limits could otherwise never move.
+        # An empty batch accepts a range of any size, because a range above the limits could otherwise never be moved.
         if full and self._open:
             return False
         self._open |= open_bytes
@@ -445,12 +462,12 @@ def batches(
 
     Args:
         items: the items to exchange.
-        busy: number of bytes that each rank moves in addition to these items.
-        owner: function that returns the rank whose memory has a file.
-        max_bytes: bytes that a rank sends, and that it receives, in one batch, `_ROUND` by default; a larger range has
-            its own batch.
+        busy: rank -> number of bytes that it moves in addition to these items.
+        owner: function that returns the rank whose memory contains a file.
+        max_bytes: number of bytes that a rank sends, and that it receives, in one batch; `_ROUND` by default. A larger
+            range has its own batch.
 
-    Post-condition: the ranges of one item are in order, and so are the ranges of all items with the same target ranks.
+    Post-condition: the ranges of one item are in order, and so are all ranges with the same target ranks.
     """
     groups: dict[tuple[int, ...], list[Item]] = {}
     for item in items:
@@ -458,7 +475,8 @@ def batches(
     counts = Load(busy)
     lanes = [_Lane(group, counts, owner) for group in groups.values()]
     while any(lane.head is not None for lane in lanes):
-        # Take one range of each lane in turn until none fits, so that all target ranks have work in every batch.
+        # One range of each lane is added in turn until no range fits, so that all target ranks have work in every
+        # batch.
         bounds, batch = _BatchLimits(max_bytes or _ROUND), list[ItemRange]()
         moving = True
         while moving:
@@ -472,7 +490,8 @@ def batches(
 
 
 def pack_copies(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
-    """Split each transfer into one that fills a pack, which has no gaps between transfers, and one that empties it.
+    """Split each transfer into two: one fills a buffer without gaps (a pack), and one copies from this buffer to the
+    target.
 
     Yields:
         `(transfer from the source into the pack, transfer from the pack to the target)`.
@@ -480,8 +499,8 @@ def pack_copies(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]
     at = 0
     for part in parts:
         counts = [count for count, _, _ in part.loops]
-        # The pack keeps the order of the loops without any gaps, so sender and receiver can derive it from the transfer
-        # alone.
+        # The pack keeps the order of the loops without any gaps, so sender and receiver can both compute it from the
+        # transfer alone.
         dense = [step * part.width for step in row_major(counts)]
         packing = zip(counts, (source for _, source, _ in part.loops), dense, strict=True)
         spreading = zip(counts, dense, (target for *_, target in part.loops), strict=True)

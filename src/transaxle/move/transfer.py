@@ -1,13 +1,13 @@
 """Transfers (strided copies in bytes), and the interfaces of the sources, sinks and exchanges that they use.
 
-A transfer copies bytes from a file to a tensor, and knows nothing of axes. `clip` cuts a transfer by a byte range of
-the target, so that a tensor of any size is produced block by block in fixed memory. `add_transfers` appends to a list
-of steps the reads and copies that fill a buffer. Runs near one another in a file are read in one span into a scratch
-buffer, and copied to their places from there; distant runs are read directly into place.
+A transfer copies bytes from a file to a tensor, and has no information on axes. `clip` cuts a transfer to a byte range
+of the target, so that a tensor of any size is produced block by block in fixed memory. `add_transfers` appends to a
+list of steps the reads and copies that fill a buffer. Runs (contiguous ranges) near one another in a file are read
+together into a scratch buffer, and copied from it to their places. Distant runs are read directly to their places.
 
-The files of a storage and the memory of ranks are read through one interface (`Readable`). Between ranks an `Exchange`
-moves parcels of bytes, in rounds of bounded memory. All ranks know each parcel's sender, receivers and size, so parcels
-have no headers.
+One interface (`Readable`) reads both the files of a storage and the memory of ranks. Between ranks, an `Exchange` moves
+parcels (blocks of bytes), in rounds of bounded memory. All ranks compute each parcel's sender, receivers and size, so
+parcels have no headers.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     file: str
     """Name of the source file, in its container."""
     source: int
-    """Byte offset in the file of the first element to copy."""
+    """Byte offset of the first element to copy in the file."""
     target: int
-    """Byte offset in the target tensor or chunk of the first element to copy."""
+    """Byte offset of the first element to copy in the target tensor or chunk."""
     width: int
-    """Bytes of one contiguous run; `loops` repeat the run."""
+    """Number of bytes of one run (contiguous range); `loops` repeat the run."""
     loops: tuple[Loop, ...] = ()
-    """`(count, source stride, target stride)` in bytes, in target order, outermost first."""
+    """Loops over runs, each `(count, source stride, target stride)` in bytes; outermost first, in target order."""
 
     @property
     def size(self) -> int:
@@ -49,7 +49,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def target_end(self) -> int:
-        """Offset after the last byte written in the target."""
+        """Offset after the last byte of the target that the transfer writes."""
         end = self.target + self.width
         for count, _, step in self.loops:
             end += (count - 1) * step
@@ -57,7 +57,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def source_span(self) -> int:
-        """Number of bytes from the first to the last byte read, gaps included."""
+        """Number of bytes from the first to the last byte that the transfer reads, gaps included."""
         span = self.width
         for count, step, _ in self.loops:
             span += (count - 1) * step
@@ -74,13 +74,13 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return True
 
     def as_json(self) -> dict[str, Any]:
-        """Return the transfer as JSON data, with a name for each number."""
+        """Return the transfer as JSON data, in which each number has a name."""
         loops = [dict(zip(("count", "source_stride", "target_stride"), loop, strict=True)) for loop in self.loops]
         return {**{name: getattr(self, name) for name in self.__struct_fields__}, "loops": loops}
 
 
 def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: Sequence[Loop]) -> Transfer:
-    """Turn a box copy in elements into a transfer in bytes.
+    """Convert a box copy, counted in elements, to a transfer, counted in bytes.
 
     Args:
         file: name of the file that contains the source chunk.
@@ -88,7 +88,7 @@ def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: 
         itemsize: bytes per element.
         source: index in the chunk of the first element to copy.
         target: index in the target tensor of the first element to copy.
-        loops: coalesced `(count, source stride, target stride)` in elements.
+        loops: merged loops, each `(count, source stride, target stride)` in elements.
     """
     scaled = [(count, step * itemsize, into * itemsize) for count, step, into in loops]
     width = itemsize
@@ -98,16 +98,16 @@ def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: 
 
 
 def as_box_copy(transfer: Transfer, itemsize: int) -> BoxCopy:
-    """Return a transfer between tensors of one dtype as a box copy in elements; this inverts `lower`."""
+    """Return a transfer between tensors of one dtype as a box copy in elements, which is the inverse of `lower`."""
     loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
     run = (transfer.width // itemsize, 1, 1)
     return BoxCopy(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
 
 
 def clip(transfer: Transfer, start: int, stop: int) -> Iterator[Transfer]:
-    """Return the parts of a transfer whose target bytes are in `[start, stop)`.
+    """Yield the sections of a transfer whose target bytes are in `[start, stop)`, as transfers.
 
-    Post-condition: the returned transfers are disjoint, and copy exactly the bytes whose target is in the range.
+    Post-condition: the yielded transfers are disjoint, and copy exactly the bytes whose target offset is in the range.
     """
     if start <= transfer.target and transfer.target_end <= stop:
         yield transfer
@@ -155,32 +155,34 @@ def clip_blocks(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[
 
 
 _SIDE_BY_SIDE = 1 << 20
-"""Maximum bytes of the scratch buffer for several transfers together: few enough to stay in the processor's cache."""
+"""Maximum size, in bytes, of the scratch memory for several transfers together; it fits into the processor's cache."""
 
 
 class Readable(Protocol):
-    """A source that transfers read from, such as the files of a storage (`formats.Storage`).
+    """A source from which transfers read, such as the files of a storage (`formats.Storage`).
 
-    A source that has a method `lend` as well (see `Memory`) is copied from, not read.
+    If a source has also a method `lend` (see `Memory`), transfers copy from its memory and do not read.
     """
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of a file, starting at `offset`."""
+        """Fill `view` with the bytes of a file from `offset` on."""
 
     def add_read(
         self, steps: Steps, name: str, offset: int, view: memoryview, width: int = 0, loops: Sequence[Loop] = ()
     ) -> None:
-        """Add to `steps` a read into `view`: a file's bytes from `offset` on, or strided runs of bytes."""
+        """Add a read into `view` to `steps`: the bytes of a file from `offset` on, or strided runs of its bytes."""
 
 
 class Memory(Readable, Protocol):
-    """The memory of several ranks as one storage; a file stands for one rank's part of a tensor."""
+    """The memory of several ranks as one storage; each of its files is one rank's shard of a tensor."""
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of this rank's memory without a copy. Read them only once, as they may change at any time."""
+        """Return bytes of this rank's memory without a copy. They may change at any time, so callers must read them
+        only once.
+        """
 
     def owner(self, name: str) -> int:
-        """Return the rank whose memory has a file; no other rank can read it."""
+        """Return the rank whose memory contains a file; other ranks cannot read the file."""
 
 
 class Writable(Protocol):
@@ -194,46 +196,48 @@ class StepWritable(Writable, Protocol):
     """Local files, for which writes can be added to a list of steps."""
 
     def add_write(self, steps: Steps, file: str, offset: int, view: memoryview) -> None:
-        """Add to `steps` a write of `view` to a file at `offset`, as `pwrite` does it."""
+        """Add a write to `steps`, which writes `view` to a file at `offset`, as `pwrite` does."""
 
 
 class Sink(ABC):
-    """Receives the bytes of items: it either exposes memory to fill (`buffer`), or accepts bytes (`take`)."""
+    """Receives the bytes of items (byte arrays): it either exposes memory to fill (`buffer`), or accepts bytes
+    (`take`).
+    """
 
     ordered = True
-    """Whether one thread must deliver the bytes of an item, and of items in one queue, in order."""
+    """Whether the bytes of an item, and the items of one queue, must be delivered in order by one thread."""
 
     span: int | None = None
-    """Size in bytes of an item's spans, which may arrive in any order from several threads; None means one span per
+    """Size in bytes of an item's spans, which several threads may deliver in any order; None means one span per
     item.
     """
 
     batches_steps = False
-    """Whether many steps can be carried out in one call; true of sinks on this machine."""
+    """Whether one call can carry out many steps, which is true for sinks on this machine."""
 
     def buffer(self, _key: int, _start: int, _stop: int) -> Bytes | None:
         """Return the memory for an item's bytes `[start, stop)`; None means that the bytes must be passed to `take`."""
         return None
 
     def mark_filled(self, _key: int, _start: int, _stop: int) -> None:  # noqa: B027 - a sink may have nothing to note
-        """Called when the memory for an item's bytes `[start, stop)` is filled."""
+        """Note that the memory for an item's bytes `[start, stop)` has been filled."""
 
     @abstractmethod
     def take(self, key: int, start: int, data: memoryview) -> None:
-        """Consume an item's bytes that begin at `start`; the sink must not modify `data` or keep a reference to it."""
+        """Consume an item's bytes from `start` on; the sink must not modify `data` or keep a reference to it."""
 
     def add_take(self, steps: Steps, key: int, start: int, data: memoryview) -> None:
-        """Add a call of `take` to `steps`; the call uses the content that `data` has when the step runs."""
+        """Add a call of `take` to `steps`; when the step runs, `data` must contain the bytes to consume."""
         steps.call(partial(self.take, key, start, data), WRITING)
 
     def end(self, _key: int) -> None:  # noqa: B027 - as above
-        """Called once when an item is complete, also for an empty item."""
+        """Note that an item is complete; called once per item, also for an empty item."""
 
 
 Fill = Callable[[int, Bytes], None]
-"""`fill(number of the parcel, buffer)` writes the parcel's bytes into the buffer."""
+"""`fill(index of the parcel, buffer)` writes the parcel's bytes into the buffer."""
 Take = Callable[[int, Bytes], None]
-"""`take(number of the parcel, buffer)` consumes the parcel's bytes; the buffer stays valid until the next round."""
+"""`take(index of the parcel, buffer)` consumes the parcel's bytes; the buffer stays valid until the next round."""
 Arguments = ParamSpec("Arguments")
 
 
@@ -260,19 +264,19 @@ class Exchange(Protocol):
         """Global ranks of all processes, in an order that is the same on each rank."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
-        """Send parcels, all at once; a collective operation, to which all ranks must pass equal parcels.
+        """Send parcels, all at once. This is a collective operation: all ranks must call it with equal parcels.
 
         Args:
-            parcels: the parcels of this round; a parcel that a rank sends to itself is not copied through the network.
+            parcels: the parcels of this round; a parcel that a rank sends to itself is not sent through the network.
             fill: called on the sender, once per parcel; it must not raise (see `DeferredErrors`).
             take: called on each receiver, once per parcel; it must not raise.
 
         Returns:
-            number of bytes that this rank received from other ranks.
+            Number of bytes that this rank received from other ranks.
         """
 
     def close(self) -> None:
-        """Free the buffers used for the rounds."""
+        """Free the buffers that the rounds used."""
 
 
 class NoExchange:
@@ -282,25 +286,25 @@ class NoExchange:
     ranks = (0,)
 
     def round(self, _parcels: Sequence[Parcel], _fill: Fill, _take: Take) -> int:
-        """Pass each parcel to this process itself; see `Exchange.round`."""
+        """Send nothing (see `Exchange.round`), because a single process has no other ranks."""
         return 0
 
     def close(self) -> None:
-        """Free the buffers; see `Exchange.close`."""
+        """Free no buffers (see `Exchange.close`), because a single process has none."""
 
 
 class DeferredErrors:
     """Wraps callbacks so that they never raise: the first error is stored, later calls are skipped, and `check` raises
-    the error.
+    the stored error.
 
-    No rank may leave a collective operation early, or the remaining ranks would wait for it forever.
+    If a rank left a collective operation early because of an error, the other ranks would wait for it forever.
     """
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
 
     def __call__(self, work: Callable[Arguments, None]) -> Callable[Arguments, None]:
-        """Return a version of `work` that does not raise."""
+        """Return a function that calls `work` and stores the error instead of raising it."""
 
         def quietly(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
             if self._error is not None:
@@ -313,20 +317,21 @@ class DeferredErrors:
         return quietly
 
     def check(self) -> None:
-        """Raise the stored error, if any."""
+        """Raise the stored error, if there is one."""
         if self._error is not None:
             raise self._error
 
 
 class Scratch:
-    """A reused buffer for strided reads; each worker has one.
+    """A buffer for strided reads, which is used again and again; each worker has one.
 
-    Gaps between the runs of a transfer are read too, if one large read is faster than many small reads.
+    Gaps between the runs (contiguous ranges) of a transfer are read too, if one large read is faster than many small
+    reads.
 
     Args:
         size: size of the buffer in bytes.
-        waste: largest accepted ratio of bytes read (with gaps) to bytes needed.
-        gap: size in bytes of the largest gap that is read at any ratio.
+        waste: maximum ratio of bytes read (with gaps) to bytes needed.
+        gap: size in bytes of the largest gap that is read whatever the ratio.
         few: maximum number of runs that are read one by one.
     """
 
@@ -338,11 +343,13 @@ class Scratch:
         self.few = few
 
     def reads_span(self, transfer: Transfer) -> bool:
-        """Return whether to read a transfer's whole span at once, since it fits into the buffer and wastes little."""
+        """Return whether to read a transfer's whole span at once: the span must fit into the buffer, with
+        little waste.
+        """
         span = transfer.source_span
         if span > len(self.array):
             return False
-        # A loop with source stride 0 reads the same bytes again, so the loop needs no further bytes.
+        # A loop with source stride 0 reads the same bytes again, so it adds no bytes to those needed.
         runs = prod(count for count, step, _ in transfer.loops if step)
         needed = transfer.width * runs
         if runs <= self.few and span > needed:
@@ -350,13 +357,13 @@ class Scratch:
         return span <= needed * self.waste or _widest_gap(transfer) <= self.gap
 
     def reads_runs(self, transfer: Transfer) -> bool:
-        """Return whether to read each run directly into place, since the runs are far apart and none is read twice."""
-        # The innermost loop in the source decides: if neighbouring runs are too far apart to be read together, so are
+        """Return whether to read each run directly to its place: runs must be far apart, and none may be read twice."""
+        # The innermost loop in the source decides. If neighbouring runs are too far apart to be read together, so are
         # all other runs.
         times, step, into = min(transfer.loops, key=lambda loop: loop[1])
         if not step:
             return False
-        # Number of neighbouring runs that fit into the scratch buffer together, gaps included.
+        # Number of neighbouring runs that fit together into the scratch buffer, gaps included.
         near = min(times, (len(self.array) - transfer.width) // step + 1)
         return near < 2 or not self.reads_span(Transfer(transfer.file, 0, 0, transfer.width, ((near, step, into),)))
 
@@ -364,7 +371,8 @@ class Scratch:
 def _widest_gap(transfer: Transfer) -> int:
     """Return the size in bytes of the widest gap between two runs of a transfer."""
     gap, span = 0, transfer.width
-    # From the innermost loop outwards, `span` is the extent of all loops so far; a stride beyond it leaves a gap.
+    # From the innermost loop outwards, `span` is the extent of all loops so far; a stride larger than `span` leaves a
+    # gap.
     for count, step, _ in sorted(transfer.loops, key=lambda loop: loop[1]):
         gap = max(gap, step - span)
         span += (count - 1) * step
@@ -372,11 +380,11 @@ def _widest_gap(transfer: Transfer) -> int:
 
 
 def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch) -> None:
-    """Fill a buffer with a byte range of a target; bytes that no transfer fills are padding, and become zero.
+    """Fill a buffer with a byte range of a target; bytes that no transfer writes are padding, and become zero.
 
     Args:
         reader: the source of the transfers.
-        parts: the transfers into this byte range; they are inside the range, and disjoint.
+        parts: the transfers that write into this byte range; they are inside the range, and disjoint.
         start: offset in the target at which `out` begins.
         out: the buffer to fill.
         scratch: buffer for strided reads.
@@ -394,10 +402,11 @@ def add_transfers(
 ) -> None:
     """Add the steps that fill a buffer with a byte range of a target; the arguments are those of `produce`."""
     # Transfers never overlap, so the sum of their sizes shows whether there is padding. Zeros are written only if there
-    # is padding, which saves a pass over the buffer.
+    # is padding; otherwise a pass over the buffer is saved.
     if sum(part.size for part in parts) != len(out):
         steps.call(partial(out.fill, 0))
-    # Transfers of a single read each are read together, directly into place or side by side into the scratch buffer.
+    # Transfers that need a single read each are read together, either directly to their places or side by side into the
+    # scratch buffer.
     spans: list[tuple[Bytes, Transfer]] = []
     used = 0
     for part in parts:
@@ -427,7 +436,7 @@ def _scatter_spans(steps: Steps, spans: list[tuple[Bytes, Transfer]], out: Bytes
 
 
 def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
-    """Add the steps of one transfer, which fills part of a buffer.
+    """Add the steps of one transfer, which fills a section of a buffer.
 
     Args:
         steps: the list to which the steps are added.
@@ -438,7 +447,7 @@ def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes,
         scratch: buffer for strided reads; a transfer that does not fit into it is split.
     """
     file, at, width, loops = transfer.file, transfer.target - start, transfer.width, transfer.loops
-    # Lent memory needs no read: the runs are copied directly from the memory.
+    # Lent memory needs no read: the runs are copied directly from that memory.
     lend = getattr(reader, "lend", None)
     if lend is not None:
         steps.call(lambda: scatter(lend(file, transfer.source, transfer.source_span), out, at, width, loops), READING)
@@ -455,8 +464,8 @@ def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes,
         end = transfer.target_end - start
         reader.add_read(steps, file, transfer.source, out.data[at:end], width, loops)
         return
-    # The whole transfer does not fit into the scratch buffer. Split the loop with the widest source step, and read as
-    # many rounds of the loop at once as fit.
+    # The whole transfer does not fit into the scratch buffer. The loop with the widest source step is split, and as
+    # many rounds of the loop as fit are read at once.
     widest = max(range(len(loops)), key=lambda i: loops[i][1])
     count, step, into = loops[widest]
     before, after = loops[:widest], loops[widest + 1 :]
@@ -471,8 +480,8 @@ def add_transfer(steps: Steps, reader: Readable, transfer: Transfer, out: Bytes,
     if at_once > 1 and scratch.reads_span(rounds(0, at_once)):
         for first in range(0, count, at_once):
             add_transfer(steps, reader, rounds(first, min(at_once, count - first)), out, start, scratch)
-    # The rounds of the loop are too far apart to be read together. Each round is read by itself, but several rounds are
-    # put side by side in the scratch buffer, so that one step copies them into place.
+    # The rounds of the loop are too far apart to be read together. Each round is read separately, but several rounds
+    # are put side by side in the scratch buffer, so that one step copies them to their places.
     elif first_round.loops and scratch.reads_span(first_round):
         for first in range(0, count, buffer // span):
             count_taken = min(buffer // span, count - first)

@@ -1,4 +1,6 @@
-"""Grouped linear layers and mixtures of experts: N experts in one product, with weights in one tensor or N tensors."""
+"""Grouped linear layers and mixtures of experts: N experts' weights, in one tensor or in N tensors, multiplied in one
+call.
+"""
 
 from transaxle.nn.checkpoint_layouts import accept_layouts, experts_as, load_state_dict, optimizer_state_as
 from transaxle.nn.grouped_linear import GroupedLinear

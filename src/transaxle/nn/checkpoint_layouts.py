@@ -1,17 +1,17 @@
 """Converts state dicts of grouped layers, models and optimizers between the layouts of different frameworks.
 
-`experts_as` converts one layer's experts between the layouts of frameworks and of grouped layers: names, order of gate
-and up, transposes. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.convert` do the same for whole models,
-and support DTensors.
+`experts_as` converts one layer's experts between the layouts of frameworks and of grouped layers: names, the order of
+gate and up, transposes. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.convert` do the same for whole
+models, and support DTensors.
 
-`load_state_dict` loads a whole model on all ranks or on none. torch loads and writes module by module, so if
-the last module refuses, all others have already changed. `load_state_dict` of this module keeps a copy of the old
-values until every module of every rank has loaded.
+`load_state_dict` loads a whole model on all ranks or on none. torch loads and writes module by module, so if the last
+module refuses the state dict, all other modules have already changed. `load_state_dict` of this module keeps a copy of
+the old values until every module of every rank has loaded.
 
-`optimizer_state_as` regroups optimizer state of grouped parameters: moments follow their parameters from N names to one
-tensor and back. `optimizer_state_as` takes state dicts with parameter names, as
+`optimizer_state_as` regroups the optimizer state of grouped parameters: moments are stacked or split like their
+parameters, from N names to one tensor or back. `optimizer_state_as` expects state dicts with parameter names, as
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns them. `transaxle.load(..., optimizer=...)`
-and the DCP planners do this by themselves.
+and the DCP planners regroup optimizer state automatically.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _dialect(label: str) -> Dialect:
 
 
 def recognise_layout(names: list[str]) -> Dialect | None:
-    """Return the layout that matches the most tensor names; None if no layout matches any name."""
+    """Return the layout (dialect) that matches the most tensor names; None if no layout matches any name."""
     grouped = group(split_slot(name)[0] for name in names)
     scored = [(score(grouped, dialect), dialect) for dialect in family().dialects]
     fitting = [(matched, dialect) for (matched, prefix), dialect in scored if matched and not prefix]
@@ -76,18 +76,18 @@ def recognise_layout(names: list[str]) -> Dialect | None:
 
 
 def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", source: str | None = None) -> dict[str, Any]:
-    """Return a state dict with one layer's experts in another layout; other entries stay as they are.
+    """Return a state dict in which one layer's experts have a different layout; other entries are unchanged.
 
     Args:
         state: a state dict, which is not changed. Optimizer states are named `optim/<parameter>/<state>`.
         layout: `stacked`, `separate`, `hf`, `transformers`, `torchtitan`, `torchtitan@0.2` or `automodel`.
         prefix: prefix of the experts' names, such as `model.layers.0.mlp.experts.`
-        source: present layout of the experts; None means recognised by the tensor names.
+        source: present layout of the experts; None means that the tensor names determine it.
 
     Raises:
-        Refused: with the code MISSING_TENSOR for missing experts; with the code SHAPE_MISMATCH for wrong shapes; with
-            the code UNSUPPORTED for DTensors, and for codes, which cannot be moved without their scales.
-        UsageError: with the code AMBIGUOUS for an unknown layout, or names of no known layout.
+        Refused: with the code MISSING_TENSOR if experts are missing; with the code SHAPE_MISMATCH if a shape is wrong;
+            with the code UNSUPPORTED for DTensors, and for quantized codes, which cannot be moved without their scales.
+        UsageError: with the code AMBIGUOUS if the layout is unknown, or the names match no known layout.
     """
     target = _dialect(layout)
     experts, other_entries = _split_prefix(state, prefix)
@@ -107,7 +107,7 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
 
 
 def _split_prefix(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return (tensors whose names have the prefix, with the prefix removed; all other entries)."""
+    """Return two dicts: the tensors whose names have the prefix, with the prefix removed, and all other entries."""
     tensors, other_entries = {}, {}
     for name, value in state.items():
         parameter, slot = split_slot(name)
@@ -130,7 +130,7 @@ def _refuse_codes(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Load hook of torch that converts experts into the layout `stacked`. It is a named function, so that a module
+    """Convert experts into the layout `stacked`, as a load hook of torch. This is a named function, so that a module
     with the hook can be pickled.
     """
     names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
@@ -139,17 +139,18 @@ def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
         return
     stacked = experts_as(state, STACKED, prefix=prefix)
     for name in [name for name in state if name not in stacked]:
-        del state[name]  # torch gives the hooks a copy of the caller's dict
+        del state[name]  # `state` is a copy that torch makes for the hooks
     state.update(stacked)
 
 
 def accept_layouts(module: nn.Module) -> nn.Module:
-    """Let a module with grouped layers `linear_fc1` and `linear_fc2` load experts in any layout; return the module.
+    """Register a hook, so that a module with grouped layers `linear_fc1` and `linear_fc2` loads experts in any layout.
 
-    The load hook is on `module`, since each layer sees only the state-dict names below its own.
+    The hook is registered on `module`, because each layer receives only the state-dict names below its own. Returns the
+    module.
 
     Args:
-        module: module that owns both layers; `linear_fc1` computes gate and up.
+        module: module that contains the two layers; `linear_fc1` computes gate and up.
     """
     module.register_load_state_dict_pre_hook(_translated)
     return module
@@ -165,23 +166,23 @@ def load_state_dict(
 ) -> Any:
     """Load a state dict into a module completely on every rank, or change nothing on any rank.
 
-    Until it returns, it needs memory for one more copy of this rank's part of the module. If torch.distributed is
-    initialized, every rank of the group must call it.
+    Until `load_state_dict` returns, it needs memory for one more copy of this rank's shard of the module. If
+    torch.distributed is initialized, every rank of the group must call it.
 
     Args:
         module: the module to load into; it may be divided or sharded over ranks.
-        state: a state dict as `module.load_state_dict` takes it. For a tensor that the module has sharded, the
-            whole tensor is accepted too, and each rank takes its own part of it.
+        state: a state dict as `module.load_state_dict` accepts it. For a tensor that the module has sharded, the whole
+            tensor is accepted too, and each rank uses its own shard of the tensor.
         strict: as in `torch.nn.Module.load_state_dict`.
         assign: as in `torch.nn.Module.load_state_dict`.
-        group: the ranks that load together, a process group or a mesh of one dim; None means all.
+        group: the ranks that load together, as a process group or a mesh of one dim; None means all ranks.
 
     Returns:
         The result of the module's `load_state_dict`: missing and unexpected names.
 
     Raises:
-        Exception: the exception of the module's `load_state_dict` on the first rank on which it fails. Parameters and
-            buffers are then the same objects as before, with the same values.
+        Exception: if a module's `load_state_dict` fails; the exception is that of the first rank on which it fails.
+            Parameters and buffers are then the same objects as before, with the same values.
     """
     ranks = read_group("group", group)
     before = _Snapshot(module)
@@ -201,8 +202,8 @@ def load_state_dict(
 
 
 def _own_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict in which this rank's parts replace the whole tensors of sharded parameters, which torch would
-    refuse.
+    """Return a state dict in which this rank's shards replace the whole tensors of sharded parameters, because torch
+    would refuse whole tensors.
     """
     whole = {name: value for name, value in state.items() if type(value) is torch.Tensor}
     entries = module.state_dict() if whole else {}
@@ -219,7 +220,7 @@ def _own_parts(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 class _Snapshot:
-    """Snapshot of a module's parameters and buffers and their values."""
+    """Copy of a module's parameters and buffers, and of their values, for restoring them."""
 
     def __init__(self, module: nn.Module) -> None:
         tensor_dicts: list[Any] = [
@@ -295,20 +296,21 @@ _FLAT_STATE, _FLAT_GROUPS = f"{STATE}.", f"{GROUPS}."
 
 
 def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state dict in the form of a model's grouped layers: one stack, or N parameters.
+    """Return an optimizer's state dict in the form that a model's grouped layers have: one stack, or N parameters.
 
     Args:
         state: `{"state": {parameter: {"exp_avg": tensor, …}}, "param_groups": [{"params": [names], …}]}`; it is not
-            changed. The flat form of `StateDictOptions(flatten_optimizer_state_dict=True)` works too.
+            changed. The flattened form of `StateDictOptions(flatten_optimizer_state_dict=True)` is accepted too.
         model: the model whose optimizer will load the state dict.
 
     Returns:
-        A new dict, flat if `state` is flat. If N parameters become one, their scalar states (steps) must be equal.
+        A new dict, which is flattened if `state` is flattened. If N parameters become one, their scalar states (steps)
+        must be equal.
 
     Raises:
-        Refused: with the code UNEQUAL_COPIES for scalar states that differ; with the code INCOMPLETE or SHAPE_MISMATCH
-            for another set of experts; with the code UNSUPPORTED for experts trained with different settings, and for
-            parameters without names.
+        Refused: with the code UNEQUAL_COPIES if scalar states differ; with the code INCOMPLETE or SHAPE_MISMATCH if the
+            set of experts is different; with the code UNSUPPORTED if experts were trained with different settings, or
+            parameters have no names.
     """
     if STATE not in state and any(name.startswith((_FLAT_STATE, _FLAT_GROUPS)) for name in state):
         return _flatten(optimizer_state_as(_unflatten(state), model))
@@ -335,9 +337,9 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
 def _shapes(
     trained: Collection[str], states: Mapping[str, Mapping[str, Any]], prefix: str, layer: Layer
 ) -> dict[str, Shape]:
-    """Return parameter name -> shape for a layer's parameters in an optimizer's state dict, inferred from their states.
+    """Return parameter name -> shape for a layer's parameters in an optimizer's state dict, inferred from the states.
 
-    Separate experts whose parameters keep their names are left out: experts that were not trained have no state.
+    Separate experts whose parameters keep their names are omitted, because experts that were not trained have no state.
     """
     shapes = {}
     for name in trained:
@@ -360,7 +362,9 @@ def _move(
     renamed: dict[str, list[str]],
     experts: range,
 ) -> None:
-    """Convert the states of one stem's parameters between one stack and N tensors, for the experts of this rank."""
+    """Convert the states of one group of expert parameters between a stack and N tensors, for the experts of
+    this rank.
+    """
     names = stem.sources
     new_names = [stem.member(expert) for expert in experts] if stem.requested == MEMBERS else stem.targets
     renamed.update(dict.fromkeys(names, new_names))
@@ -379,18 +383,22 @@ def _move(
     for name, value in move(replace(translation, checks=checks), tensors, targets).items():
         parameter, slot = split_slot(name)
         if parameter in new_names:
-            # The step tensor is incremented in place, so each expert needs its own.
+            # The step tensor is incremented in place, so each expert needs a separate copy.
             own_value = value if value.dim() else value.clone()
             states.setdefault(parameter, {})[slot] = own_value.item() if slot in number_slots else own_value
 
 
 def _of_states(check: Check) -> bool:
-    """Return whether a check compares optimizer states, not parameters, which an optimizer's state dict lacks."""
+    """Return whether a check compares optimizer states; checks of parameters are skipped, as optimizer state dicts lack
+    these.
+    """
     return all(split_slot(part.origins[0].name)[1] != WEIGHT for part in check.second.parts)
 
 
 def _groups(groups: Iterable[ParamGroup], renamed: Mapping[str, list[str]]) -> list[ParamGroup]:
-    """Return parameter groups with new parameter names; parameters that become one must be in the same group."""
+    """Return parameter groups with new parameter names; parameters that become one parameter must be in the
+    same group.
+    """
     new_groups = renamed_groups(groups, renamed)
     group_of: dict[str, int] = {}
     problems = []
@@ -406,7 +414,7 @@ def _groups(groups: Iterable[ParamGroup], renamed: Mapping[str, list[str]]) -> l
 
 
 def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flattened state dict in nested form; parameters with equal settings become a group."""
+    """Return a flattened state dict in nested form; parameters with equal settings become one group."""
     states: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     other_entries = {}
@@ -422,7 +430,7 @@ def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested optimizer state dict in flattened form: the inverse of `_unflatten`."""
+    """Return a nested optimizer state dict in flattened form, which is the inverse of `_unflatten`."""
     flat = {name: value for name, value in nested.items() if name not in (STATE, GROUPS)}
     for name, slots in nested[STATE].items():
         flat |= {f"{_FLAT_STATE}{name}.{slot}": value for slot, value in slots.items()}

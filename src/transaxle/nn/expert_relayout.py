@@ -1,10 +1,10 @@
-"""Rename and restack experts in state dicts: N tensors and one stack are two layouts of the same parameter.
+"""Renames and restacks experts in state dicts: N tensors and one stack are two layouts of the same parameter.
 
-One implementation serves the layer, models with such layers, and optimizer state; `transaxle.load` and the DCP planners
-use it too (`transaxle.axes.translation.grouped`), for files. This module carries out translations of `transaxle.axes`
-on the torch tensors of a state dict.
+One implementation serves the grouped layer, models with such layers, and optimizer state. For files, `transaxle.load`
+and the DCP planners use the same implementation (`transaxle.axes.translation.grouped`). This module applies the
+translations (renaming and rearranging) that `transaxle.axes` computes to the torch tensors of a state dict.
 
-A quantized parameter is stored as several plain entries, and each entry is stacked or split: no value is computed.
+A quantized parameter is stored as several plain entries, and each entry is stacked or split. No values are computed.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ class _Whole:
     start: tuple[int, ...]
     """First index of the chunk along each dim."""
     shape: tuple[int, ...]
-    """Elements along each dim."""
+    """Number of elements along each dim."""
     strides: tuple[int, ...] | None = None
     """Strides of the tensor in elements; None means row-major."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Dtype and shape of a tensor in a state dict, as a translation reads them."""
+    """Dtype and shape of a tensor in a state dict, in the form in which translations of `transaxle.axes` read them."""
 
     dtype: str
-    """Dtype in torch's spelling; a translation only compares dtypes."""
+    """Name of the dtype in torch's spelling; translations only compare dtypes."""
     shape: tuple[int, ...]
-    """Elements along each dim."""
+    """Number of elements along each dim."""
 
     @cached_property
     def extents(self) -> tuple[_Whole, ...]:
-        """The tensor, described as one chunk."""
+        """The whole tensor, described as one chunk."""
         return (_Whole((0,) * len(self.shape), self.shape),)
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
-    """Return dtype and shape of each tensor, as a translation reads them."""
+    """Return tensor name -> dtype and shape, in the form in which translations of `transaxle.axes` read them."""
     return {name: Entry(str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def move(
     translation: Translation, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, Target] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Carry out a translation of tensor names and layouts; return the target tensors. Rearranged tensors have new
-    memory; unchanged tensors share memory with their sources.
+    """Apply a translation of tensor names and layouts to tensors, and return the target tensors. Rearranged tensors
+    have new memory; unchanged tensors share memory with their sources.
 
     Args:
-        translation: the translation.
+        translation: the translation, which `transaxle.axes` computed from names and shapes.
         tensors: source tensor name -> tensor.
-        targets: the target tensors to make, by name; None means all targets of the translation.
+        targets: target tensor name -> description, for the tensors to make; None means all targets of the translation.
 
     Raises:
-        Refused: any refusal of the translation; with the code UNEQUAL_COPIES for copies that must be equal and are not;
-            with the code UNSUPPORTED for a rearrangement of DTensors other than stacking and unstacking.
+        Refused: if the translation contains errors; with the code UNEQUAL_COPIES if duplicates that must be equal
+            differ; with the code UNSUPPORTED if DTensors would be rearranged other than by stacking and unstacking.
     """
     if translation.refusals:
         raise gathered(translation.refusals)
@@ -112,7 +112,7 @@ def _build_target(target: Target, copier: Copier, tensors: Mapping[str, torch.Te
 
 
 def _is_whole(target: Target, copier: Copier) -> bool:
-    """Return whether a target has a single source, with the same elements in the same order."""
+    """Return whether a target has a single source with the same elements in the same order."""
     copies = list(copier.copies(target))
     loops = copies[0].move.loops if len(copies) == 1 else ()
     run = not loops or (len(loops) == 1 and loops[0][1:] == (1, 1))
@@ -120,7 +120,7 @@ def _is_whole(target: Target, copier: Copier) -> bool:
 
 
 def _stack_dtensors(target: Target, origins: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Stack DTensors, or take one DTensor out of a stack; torch computes the placements of the result."""
+    """Stack DTensors, or return one slice of a stacked DTensor; torch computes the placements of the result."""
     first = tensors[origins[0]]
     if len(target.parts) == 1 and len(origins) > 1 and target.shape == (len(origins), *first.shape):
         return torch.stack([tensors[name] for name in origins])
@@ -135,7 +135,9 @@ def _stack_dtensors(target: Target, origins: list[str], tensors: Mapping[str, to
 
 
 def add_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors with a prefix before their names; in optimizer state, before the parameter name in each name."""
+    """Return tensors with a prefix before their names; for optimizer states, before the parameter name inside
+    the name.
+    """
     prefixed = {}
     for name, tensor in tensors.items():
         parameter, slot = split_slot(name)
@@ -149,38 +151,43 @@ BIAS = "bias"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Number, names and shapes of a grouped layer's parameters, as its state dict must have them."""
+    """The number of experts of a grouped layer, and the names and shapes that its state dict must have."""
 
     count: int
     """Number of experts."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Stem (`weight`, `bias`) -> shape of one expert's parameter."""
+    """Kind of parameter (`weight`, `bias`) -> shape of one expert's parameter."""
     single: Mapping[str, bool]
-    """Stem -> whether one tensor holds all experts."""
+    """Kind of parameter (`weight`, `bias`) -> whether one tensor contains the parameters of all experts."""
     further_buffers: Mapping[str, Mapping[str, tuple[int, ...]]]
-    """Stem -> suffix of each additional buffer of a quantized parameter -> shape of one expert's buffer."""
+    """Kind of parameter -> suffix of each additional buffer of a quantized parameter -> shape of one expert's
+    buffer.
+    """
     local_experts: range
-    """Numbers of this rank's experts. If each expert has its own parameter, the layer has only these parameters."""
+    """Numbers of this rank's experts. If each expert has its own parameter, the layer has only parameters of these
+    experts.
+    """
 
 
 EXTRA_STATE = "_extra_state"
-"""State-dict name of TransformerEngine's extra state of a module, which is ignored."""
+"""State-dict name of the extra state of a TransformerEngine module, which is ignored."""
 
 
 def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]:
-    """Return a state dict whose entries have the names and the form (one stack, or N) of a layer's parameters.
+    """Return a state dict in which a layer's parameters have the names and the form (one stack, or N tensors) of the
+    layer.
 
     Args:
         state: a state dict; it is not changed.
         prefix: prefix of the layer's names.
-        layer: names and shapes that the layer needs.
+        layer: names and shapes that the layer's state dict must have.
 
     Returns:
         A new dict. Rearranged tensors have new memory; unchanged tensors are the same objects.
 
     Raises:
-        Refused: errors of `transaxle.axes.translation.grouped.Arrangement`; with the code UNEQUAL_COPIES for two forms
-            of a parameter that differ.
+        Refused: with the errors of `transaxle.axes.translation.grouped.Arrangement`; with the code UNEQUAL_COPIES if a
+            parameter is stored in two forms that differ.
     """
     entries = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
     _unwrap(entries, prefix, layer)
@@ -196,15 +203,15 @@ def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]
 
 
 def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Regrouping, ...]:
-    """Return the layer's parameters that a state dict has in another form (stack or N tensors), or in both forms.
+    """Return the layer's parameters that a state dict has in a different form (stack or N tensors), or in two forms.
 
     Args:
-        shapes: shapes of the tensors in the state dict.
+        shapes: tensor name -> shape, for the tensors in the state dict.
         prefix: prefix of the layer's names.
-        layer: names and shapes that the layer needs.
+        layer: names and shapes that the layer's state dict must have.
 
     Raises:
-        Refused: errors of `transaxle.axes.translation.grouped.Arrangement`.
+        Refused: with the errors of `transaxle.axes.translation.grouped.Arrangement`.
     """
     return arrange(_groups(prefix, layer), shapes).check()
 
@@ -231,7 +238,7 @@ def _is_own(name: str, prefix: str, layer: Layer) -> bool:
 
 
 def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
-    """Return whether a name belongs to an expert that is on another rank."""
+    """Return whether a name belongs to an expert that a different rank has."""
     split = split_number(name)
     if split is None or not split.before.startswith(prefix):
         return False
@@ -240,7 +247,8 @@ def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
 
 
 def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse codes for parameters that are not quantized: torch would copy the codes as if they were values.
+    """Refuse quantized codes for parameters that are not quantized, because torch would copy the codes as if they were
+    values.
 
     Args:
         state: a state dict.
@@ -248,7 +256,7 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
         parameters: parameters of a module, by name.
 
     Raises:
-        Refused: with the code DTYPE_MISMATCH if there are codes for a plain parameter.
+        Refused: with the code DTYPE_MISMATCH if the state dict has codes for an unquantized parameter.
     """
     problems = []
     for name, parameter in parameters.items():
@@ -266,9 +274,9 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
 
 
 def apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors that share memory with another tensor, or have overlapping elements (`expand`).
+    """Return copies of tensors that share memory with a second tensor, or have overlapping elements (`expand`).
 
-    If torch assigned shared memory to several experts (`assign=True`), an update of one would change all.
+    If torch assigned shared memory to several experts (`assign=True`), updating one expert would change all of them.
     """
     spans: list[tuple[int, int, str]] = []
     copied: list[str] = []

@@ -1,18 +1,18 @@
-"""Multiplies rows by the weights of their experts, in one autograd function.
+"""Multiplies rows by the weights of the experts to which the rows belong, in one autograd function.
 
-The product is one `grouped_mm` if possible, or a grouped product of codes, otherwise one product per expert;
-gradients of weights are never products of codes. Between forward and backward only the input, the weights themselves
-(codes if they are quantized) and the offsets are saved.
+The product is one call of `grouped_mm` if possible, or one grouped product of quantized codes, otherwise one product
+per expert. Gradients of weights are never products of codes, except in NVFP4 training. Between forward and backward,
+only the input, the weights themselves (codes if they are quantized) and the offsets are saved.
 
-Properties of torch's grouped product that this module works around: rows after the last offset are not written, strides
-must be multiples of 16 bytes, gradients of stride 0 are refused, and on devices of compute capability 10 the gradient
-of an expert without rows is not written (pytorch #172439).
+This module works around these properties of torch's grouped product: rows after the last offset are not written,
+strides must be multiples of 16 bytes, and gradients of stride 0 are refused. On devices of compute capability 10, the
+gradient of an expert without rows is not written (pytorch #172439).
 
-**NVFP4 training** quantizes all operands. Each expert's rows are a separate matrix with its own amax, so there is one
-product per expert.
+**NVFP4 training** quantizes all operands. Each expert's rows are a separate matrix with its own amax (largest absolute
+value), so each expert needs a separate product.
 
-**Delayed gradients of weights**: when they are computed, FSDP2 has already sharded the parameters again, so this module
-reduces these gradients over the ranks.
+**Delayed gradients of weights**: when these gradients are computed, FSDP2 has already sharded the parameters again. So
+this module reduces the gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ from transaxle.torch_tensors import as_dtensor, place_like, raw_local
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProducts:
-    """Products in which both operands are quantized: says how rows of experts, and gradients, become codes."""
+    """Products in which both operands are quantized: how rows of experts, and gradients, are converted to codes."""
 
     recipe: NVFP4BlockScaling
-    """Recipe of the weights."""
+    """Recipe by which the weights are quantized."""
     counts: tuple[int, ...]
     """Number of rows of each expert on this rank."""
     share: Share | None
     """This rank's share of each weight, if tensor parallelism has cut it."""
     batch: Batch
-    """The batch, with the ranks that have other rows for the same experts."""
+    """The batch, with the ranks that have further rows for the same experts."""
     firsts: tuple[int, ...]
     """For each expert, the index of this rank's first row among the expert's rows on all ranks."""
     frames: tuple[Frame, ...]
-    """Frames of the parameters: one for all experts, or one per expert. Backward uses the frames' rounding counters
-    even if hooks replace the weights.
+    """The objects that hold the parameters' codes: one for all experts, or one per expert. Backward uses the rounding
+    counters of these objects, even if hooks replace the weights.
     """
     states: torch.Tensor | None = None
-    """The experts' rounding states, int64 [experts, 2]; set only during backward."""
+    """The experts' rounding states, int64 [experts, 2]; None except during backward."""
 
     def output(
         self, x: torch.Tensor, weight: QuantizedTensor, biases: torch.Tensor | None, features: int
     ) -> torch.Tensor:
-        """Return [rows, out]: each row times its expert's weight, plus its bias."""
+        """Return [rows, out]: each row times the weight of its expert, plus the expert's bias."""
         result = x.new_zeros((x.shape[0], features))
         for expert, rows, products, _ in self._experts():
             product = products.output(x[rows], weight.frame.member(weight.skip + expert), x.dtype)
@@ -98,7 +98,7 @@ class QuantizedProducts:
         return result
 
     def backward(self, weights: Sequence[torch.Tensor]) -> QuantizedProducts:
-        """Return a copy for one backward pass: read the experts' rounding states, and increment their call counters.
+        """Return a copy for one backward pass, with the experts' rounding states, whose call counters are incremented.
 
         Args:
             weights: the parameters as autograd saved them.
@@ -126,7 +126,7 @@ class QuantizedProducts:
 
 
 def spans_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (expert, first row, last row + 1) for each expert."""
+    """Return (expert, first row, row after the last) for each expert."""
     ends = list(accumulate(counts))
     return [(expert, end - count, end) for expert, (count, end) in enumerate(zip(counts, ends, strict=True))]
 
@@ -134,7 +134,7 @@ def spans_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
 def codes_of(
     weights: Sequence[torch.Tensor], counts: Sequence[int] | None, device: torch.device
 ) -> QuantizedProducts | None:
-    """Return how rows are quantized for the weights; None if the weights' recipe does not quantize rows.
+    """Return how input rows are quantized for these weights; None if the weights' recipe does not quantize rows.
 
     Args:
         weights: one parameter for all experts, or one per expert.
@@ -154,11 +154,11 @@ def codes_of(
 
 
 _BYTES = 16
-"""Strides of operands must be multiples of this many bytes."""
+"""Number of bytes: strides of operands must be multiples of it."""
 _ROWS = 8
-"""Rows in a matrix of ones that sums the rows of a group; the first result is used, the rest is for alignment."""
+"""Number of rows of a matrix of ones that sums the rows of a group; only the first row of the result is used."""
 _WRITES_EMPTY = 9
-"""Highest major compute capability on which torch's kernel writes a zero gradient for experts without rows."""
+"""Highest major compute capability on which torch's kernel writes zero gradients for experts without rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Operands:
     splits: Splits
     """The rows of each expert."""
     way: Way
-    """How to multiply: one grouped product of values or of codes, or one product per expert."""
+    """How to multiply: by one grouped product of values, by one of codes, or by one product per expert."""
     features: tuple[int, int]
     """Number of output and of input features."""
     dtype: torch.dtype
@@ -178,10 +178,10 @@ class Operands:
 
 
 def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.Tensor:
-    """Return the weights as one plain tensor [experts, out, in] of the product's dtype, copied only if necessary.
+    """Return the weights as one tensor [experts, out, in] of the product's dtype; copied only if necessary.
 
-    For a grouped product both dims are padded to multiples of 16 bytes. For a scaled product, or if inputs are
-    quantized too, the result consists of codes.
+    For a grouped product, both dims of each weight are padded to multiples of 16 bytes. For a grouped product of codes,
+    or if inputs are quantized too, the result is a quantized tensor.
     """
     if (operands.way == SCALED or operands.codes is not None) and operands.splits.offsets.shape[0]:
         return stack_codes(parameters)
@@ -196,7 +196,7 @@ def _pad(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _align(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows are dense and aligned to 16 bytes, padded and copied only if necessary."""
+    """Return a tensor whose rows are dense and aligned to 16 bytes; it is padded and copied only if necessary."""
     x = _pad(x, x.dim() - 1)
     if torch.compiler.is_compiling():
         return x.contiguous()
@@ -219,8 +219,8 @@ def _(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch
 
 
 def _multiply_groups(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Call torch's grouped product. When traced or for fake tensors, torch accepts only bfloat16; other dtypes use an
-    opaque operation.
+    """Call torch's grouped product. For traced or fake tensors, torch accepts only bfloat16, so products of other
+    dtypes are registered as an opaque operation.
     """
     if first.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or type(first) is not torch.Tensor):
         result: torch.Tensor = _opaque(first, second, offsets)
@@ -229,12 +229,13 @@ def _multiply_groups(first: torch.Tensor, second: torch.Tensor, offsets: torch.T
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, operands: Operands) -> torch.Tensor:
-    """Return [rows, out]: each row times its expert's weight, plus its bias; zeros after the last expert's rows.
+    """Return [rows, out]: each row times its expert's weight, plus the expert's bias; zeros after the last expert's
+    rows.
 
     Args:
         x: [rows, in].
-        weight: see `weights_of`.
-        biases: [experts, out], or None.
+        weight: weights of all experts, as `weights_of` returns them.
+        biases: biases of all experts, [experts, out]; None if the layer has no biases.
         operands: rows, dtypes and method of the product.
     """
     splits, (out, _) = operands.splits, operands.features
@@ -255,7 +256,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
     experts = splits.experts()
     if splits.complete:
         return result.add_(biases.index_select(0, experts))
-    # Rows after the last expert's are zeroed below.
+    # Rows after the last expert's rows are set to zero below.
     result.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))
     return result.masked_fill_((experts == len(biases)).unsqueeze(1), 0)
 
@@ -276,13 +277,13 @@ def _multiply_each(
 
 
 def spans(splits: Splits) -> list[tuple[int, int, int]]:
-    """Return (expert, first row, last row + 1) for each expert that has rows."""
+    """Return (expert, first row, row after the last) for each expert that has rows."""
     assert splits.counts is not None
     return [span for span in spans_of(splits.counts) if span[1] < span[2]]
 
 
 def input_gradient(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Return the gradient of the input [rows, in]; zeros after the last expert's rows."""
+    """Return the gradient of the input [rows, in], with zeros after the last expert's rows."""
     splits, (out, features) = operands.splits, operands.features
     if operands.codes is not None and isinstance(weight, QuantizedTensor) and weight.numel():
         return operands.codes.input_gradient(grad, weight, features)
@@ -303,7 +304,7 @@ def input_gradient(grad: torch.Tensor, weight: torch.Tensor, operands: Operands)
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Return the gradient of the weights [experts, out, in]; zeros for experts without rows."""
+    """Return the gradient of the weights [experts, out, in], with zeros for experts without rows."""
     splits, (out, features) = operands.splits, operands.features
     experts = splits.offsets.shape[0]
     if operands.codes is not None and out and features and experts:
@@ -322,9 +323,10 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> 
 
 
 def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Return the gradient of the biases [experts, out]: the sum of each expert's rows.
+    """Return the gradient of the biases [experts, out]: for each expert, the sum of its rows of `grad`.
 
-    The sum is a product with ones, which adds in float32 and in an order that does not change from run to run.
+    The sum is computed as a product with ones, which adds in float32 and in an order that does not change from run to
+    run.
     """
     splits, out = operands.splits, operands.features[0]
     experts = splits.offsets.shape[0]
@@ -343,7 +345,9 @@ def bias_gradient(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
 
 
 class Sink(Protocol):
-    """Receiver of weight gradients that do not go to `.grad` at once: delayed gradients, and those for `main_grad`."""
+    """Receiver of weight gradients that are not written to `.grad` at once: delayed gradients, and gradients for
+    `main_grad`.
+    """
 
     def take(self, pending: PendingGradients) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Accept pending gradients; return the gradients of weights and of biases that autograd must still receive."""
@@ -360,18 +364,18 @@ class PendingGradients:
     operands: Operands
     """Rows, dtypes and method of the product."""
     trained: tuple[bool, bool]
-    """(whether weights are trained, whether biases are trained)."""
+    """Two flags: whether weights are trained, and whether biases are trained."""
 
     def versions(self) -> tuple[int, ...]:
-        """Return the tensors' version numbers, which change if a tensor is changed in place."""
+        """Return the version numbers of the saved tensors, which change if a tensor is changed in place."""
         return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.grad, self.x))
 
     def weight(self) -> torch.Tensor | None:
-        """Return the gradient of the weights [experts, out, in]; None if they are not trained."""
+        """Return the gradient of the weights [experts, out, in]; None if the weights are not trained."""
         return weight_gradient(self.grad, self.x, self.operands) if self.trained[0] else None
 
     def bias(self) -> torch.Tensor | None:
-        """Return the gradient of the biases [experts, out]; None if they are not trained."""
+        """Return the gradient of the biases [experts, out]; None if the biases are not trained."""
         return bias_gradient(self.grad, self.operands) if self.trained[1] else None
 
 
@@ -380,17 +384,17 @@ class Setting:
     """The settings of one call of the product."""
 
     way: Way
-    """How to multiply: one grouped product of values or of codes, or one product per expert."""
+    """How to multiply: by one grouped product of values, by one of codes, or by one product per expert."""
     features: tuple[int, int]
     """Number of output and of input features."""
     dtype: torch.dtype
     """Dtype of the product."""
     counts: tuple[int, ...] | None
-    """Number of rows of each expert; None if these numbers are only on the device."""
+    """Number of rows of each expert; None if only the device has these numbers."""
     weights: int
     """Number of parameters that are weights (one, or one per expert); the remaining parameters are biases."""
     original: bool = False
-    """Whether to save the given input for backward, rather than the cast or quantized input."""
+    """Whether to save the given input for backward, and not the cast or quantized input."""
     sink: Sink | None = None
     """Receiver of the gradients of weights; None means that autograd gets the gradients."""
     codes: QuantizedProducts | None = None
@@ -398,7 +402,7 @@ class Setting:
 
 
 class Product(torch.autograd.Function):
-    """Rows times their experts' weights."""
+    """Autograd function that multiplies rows by their experts' weights."""
 
     @staticmethod
     def forward(
@@ -410,14 +414,14 @@ class Product(torch.autograd.Function):
         setting: Setting,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """Return [rows, out].
+        """Return the product [rows, out].
 
         Args:
             ctx: context of autograd.
             inp: [rows, in]; may be quantized.
-            offsets: see `Splits.offsets`.
-            cached: an earlier result of `weights_of`; None means call it.
-            dgrad_out: buffer for the gradient of the input; None means allocate it.
+            offsets: for each expert, the row after its last row (see `Splits.offsets`).
+            cached: an earlier result of `weights_of`; None means that the function is called.
+            dgrad_out: buffer for the gradient of the input; None means that a buffer is allocated.
             setting: the settings of the call.
             *parameters: weights, then biases.
         """
@@ -439,7 +443,7 @@ class Product(torch.autograd.Function):
         x = values(inp, setting.dtype)
         operands = _operands(setting, offsets, x.shape[0])
         if cached is None and setting.way == SCALED and not isinstance(weights[0], QuantizedTensor):
-            operands = replace(operands, way=GROUPED)  # a hook like `save_on_cpu` replaced the codes by values
+            operands = replace(operands, way=GROUPED)  # a hook replaced the codes by values
         if setting.codes is not None:
             operands = replace(operands, codes=setting.codes.backward(weights))
         grad = grads[0].to(setting.dtype).contiguous()
@@ -454,7 +458,7 @@ class Product(torch.autograd.Function):
             (pending.weight(), pending.bias()) if setting.sink is None else setting.sink.take(pending)
         )
         if input_grad is not None and ctx.dgrad_out is not None:
-            # Written last, because the caller's buffer may share memory with the input or the output's gradient.
+            # The caller's buffer is written last, because it may share memory with the input or the output's gradient.
             input_grad = ctx.dgrad_out.copy_(input_grad)
         gradients = (*_split_gradient(of_weights, weights), *_split_gradient(of_biases, parameters[setting.weights :]))
         needed_gradients = (
@@ -472,13 +476,13 @@ def apply_product(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return [rows, out]; see `Product.forward`. If no gradients are needed, autograd is bypassed.
+    """Return the product [rows, out] (see `Product.forward`). If no gradients are needed, autograd is bypassed.
 
     Args:
         inp: [rows, in]; may be quantized.
-        offsets: see `Splits.offsets`.
-        cached: an earlier result of `weights_of`; None means make one.
-        dgrad_out: buffer for the gradient of the input; None means allocate a buffer.
+        offsets: for each expert, the row after its last row (see `Splits.offsets`).
+        cached: an earlier result of `weights_of`; None means that the function is called.
+        dgrad_out: buffer for the gradient of the input; None means that a buffer is allocated.
         setting: the settings of the call.
         weights: one parameter for all experts, or one per expert.
         biases: one parameter for all experts, one per expert, or none. Biases are small, so stacking them costs less
@@ -499,7 +503,7 @@ def _multiply(
     setting: Setting,
     parameters: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (product, cast or quantized input that was multiplied)."""
+    """Return the product, and the cast or quantized input that was multiplied."""
     x = values(inp, setting.dtype)
     operands = _operands(setting, offsets, x.shape[0])
     weights, biases = parameters[: setting.weights], parameters[setting.weights :]
@@ -514,7 +518,9 @@ def _operands(setting: Setting, offsets: torch.Tensor, rows: int) -> Operands:
 
 
 def _split_gradient(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Split a gradient over its parameters: one parameter gets all of it, several get their expert's part."""
+    """Split a gradient over its parameters: a single parameter gets all of it, several get the slices of their
+    experts.
+    """
     if grad is None or not parameters:
         return [None] * len(parameters)
     if parameters[0].dim() == grad.dim():
@@ -523,11 +529,12 @@ def _split_gradient(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor
 
 
 _IGNORED = "_ddp_ignored"
-"""Attribute of parameters that DistributedDataParallel ignores."""
+"""Name of the attribute by which DistributedDataParallel marks parameters that it ignores."""
 
 
 def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse delayed gradients inside DistributedDataParallel, which reduces gradients before the delayed ones exist.
+    """Refuse delayed gradients inside DistributedDataParallel, which reduces gradients before delayed gradients are
+    computed.
 
     Args:
         parameters: the parameters with delayed gradients. Parameters that DDP ignores are accepted.
@@ -550,10 +557,11 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 
 
 def place_gradient(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | None) -> torch.Tensor:
-    """Give a gradient the present placements of its parameter; collective if it was sharded after the product.
+    """Return a gradient with its parameter's present placements. All ranks must call this if FSDP2 sharded the
+    parameter after the product.
 
-    The result is the mean over the mesh dims that FSDP2 has added to the parameter since the product; each rank along
-    these dims has computed the gradient from its own rows only.
+    The result is the mean over the mesh dims by which FSDP2 has sharded the parameter since the product. Each rank
+    along these mesh dims has computed the gradient from its own rows only.
 
     Args:
         grad: gradient of everything that this rank multiplied, in the parameter's dtype.
@@ -582,7 +590,7 @@ def _mean(grad: torch.Tensor, parameter: DTensor, before: DeviceMesh | None) -> 
 
 
 def _within(placement: Placement) -> Placement:
-    """Return the placement on a mesh dim, relative to the other dims: FSDP2 cuts after expert and tensor
-    parallelism.
+    """Return the placement on a mesh dim as if it were the only one: FSDP2 cuts after expert and tensor parallelism
+    have cut.
     """
     return Shard(placement.dim) if isinstance(placement, Shard | _StridedShard) else Replicate()

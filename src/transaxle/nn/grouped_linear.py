@@ -1,14 +1,14 @@
-"""`GroupedLinear`: N linear layers of equal size (experts), each applied to its own rows of the input.
+"""`GroupedLinear`: N linear layers of equal size (experts), each of which is applied to its own rows of the input.
 
 Arguments have the names and meanings of TransformerEngine's `GroupedLinear`. No environment variable has any effect.
 
-`GroupedParameters` has the layer's parameters, one for all experts or one per expert: how they are initialized,
-divided over ranks and loaded. `GroupedLinear` computes with them.
+`GroupedParameters` contains the layer's parameters, one for all experts or one per expert, and defines how they are
+initialized, divided over ranks and loaded. `GroupedLinear` computes with these parameters.
 
-**Initial values** of a rank's experts equal those in a whole layer with the same seed. A random generator yields its
-numbers in order, so the values of expert 3 come after those of experts 0 to 2. Every rank therefore draws
-the values of every expert and keeps those of its own. All generators are then in the same state as after initializing a
-whole layer, so later draws agree too.
+**Initial values** of a rank's experts equal the values that they have in a whole layer with the same seed. A random
+generator yields its numbers in order, so the values of expert 3 follow those of experts 0 to 2. Every rank therefore
+draws the values of every expert, and keeps those of its own experts. Afterwards, all generators are in the same state
+as after initializing a whole layer, so later random numbers are the same too.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class ExpertMemory:
     """Memory for initial values of some experts on this rank."""
 
     values: torch.Tensor
-    """The memory on this rank, [experts, rows, columns]."""
+    """The tensor on this rank that receives the values, [experts, rows, columns]."""
     positions: tuple[Intervals, ...]
-    """For each dim, the indices of `values` in the stack of all experts."""
+    """For each dim of `values`, its indices in the stack of all experts."""
 
 
 def fill(destinations: Sequence[ExpertMemory], count: int, draw: Callable[[], torch.Tensor]) -> None:
-    """Set the initial values of experts.
+    """Set the initial values of this rank's experts.
 
     Args:
         destinations: memory of this rank's experts.
         count: number of experts on all ranks.
-        draw: function that makes the values [rows, columns] of the next expert.
+        draw: function that creates the values [rows, columns] of the next expert.
     """
     rows_by_expert: dict[int, list[tuple[torch.Tensor, tuple[Intervals, ...]]]] = {}
     for destination in destinations:
@@ -87,25 +87,27 @@ def fill(destinations: Sequence[ExpertMemory], count: int, draw: Callable[[], to
 _STD = 0.023
 """Standard deviation of initial weights, as in TransformerEngine."""
 _FSDP_MANAGED = "_is_fsdp_managed_module"
-"""Attribute with which torch marks modules whose parameters `fully_shard` manages."""
+"""Name of the attribute by which torch marks modules whose parameters `fully_shard` manages."""
 
 Init = Callable[[torch.Tensor], object]
 """Function that fills a weight [out, in] with initial values, in place."""
 
 
 class GroupedParameters(QuantizedEntries):
-    """Weights and biases of N linear layers of one size: the experts."""
+    """Weights and biases of N linear layers of one size (the experts)."""
 
     num_gemms: int
     """Number of experts N, on all ranks together."""
     in_features: int
-    """Size of an input row; if tensor parallelism cuts rows, size of this rank's part."""
+    """Number of elements of an input row; if tensor parallelism cuts rows, the number on this rank."""
     out_features: int
-    """Size of an output row; if tensor parallelism cuts rows, size of this rank's part."""
+    """Number of elements of an output row; if tensor parallelism cuts rows, the number on this rank."""
     use_bias: bool
-    """Whether there are biases."""
+    """Whether the layers have biases."""
     init_method: Init | None
-    """Function that fills each weight with initial values; None means normal with standard deviation 0.023."""
+    """Function that fills each weight with initial values; None means a normal distribution with standard deviation
+    0.023.
+    """
     experts: range
     """Numbers of this rank's experts."""
     ep: DeviceMesh | None
@@ -114,11 +116,11 @@ class GroupedParameters(QuantizedEntries):
     def _make(
         self, single_weight: bool, single_bias: bool, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
-        """Make the parameters, uninitialized.
+        """Create the parameters without initial values.
 
         Args:
-            single_weight: make one parameter for all weights, rather than one per expert.
-            single_bias: make one parameter for all biases, rather than one per expert.
+            single_weight: whether to create one parameter for all weights; otherwise, one per expert.
+            single_bias: whether to create one parameter for all biases; otherwise, one per expert.
             dtype: dtype of the parameters.
             device: device of the parameters.
         """
@@ -126,7 +128,7 @@ class GroupedParameters(QuantizedEntries):
         self.experts, self.ep = range(self.num_gemms), None
         self._single = {WEIGHT: single_weight, BIAS: single_bias}
         self._names = {stem: self._names_of(stem) for stem in self._single}
-        # Shape and dtype of a weight before any cut.
+        # Shape and dtype of a weight before it is divided or sharded.
         self._whole, self._whole_dtype = (self.out_features, self.in_features), dtype
         for stem, shape in self._shapes().items():
             buffer = torch.empty((self.num_gemms, *shape), dtype=dtype, device=device)
@@ -135,16 +137,16 @@ class GroupedParameters(QuantizedEntries):
                 self.register_parameter(name, nn.Parameter(part))
 
     def _names_of(self, stem: str) -> tuple[str, ...]:
-        """Return the names of a stem's parameters: one name, or one for each expert of this rank."""
+        """Return the parameter names of weights or biases (`stem`): one name, or one for each expert of this rank."""
         return (stem,) if self._single[stem] else tuple(f"{stem}{expert}" for expert in self.experts)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return stem -> shape for one expert's weight, and bias if there is one."""
+        """Return kind of parameter (`weight`, and `bias` if there are biases) -> shape of one expert's parameter."""
         weight = {WEIGHT: (self.out_features, self.in_features)}
         return {**weight, BIAS: (self.out_features,)} if self.use_bias else {**weight}
 
     def layer(self) -> Layer:
-        """Return names and shapes that a state dict for this layer must have."""
+        """Return the names and shapes that a state dict for this layer must have."""
         shapes, further_buffers = self._shapes(), dict[str, dict[str, tuple[int, ...]]]()
         for stem in shapes:
             quantized = next((weight for _, weight in self._parameters_of(stem) if is_quantized(weight)), None)
@@ -156,22 +158,23 @@ class GroupedParameters(QuantizedEntries):
         )
 
     def quantizable(self) -> Sequence[str]:
-        """Return the names of the weights; see `Quantizable` in `transaxle.quant.quantized_modules`."""
+        """Return the names of the parameters that can be quantized (the weights); see `Quantizable`."""
         return self._names[WEIGHT]
 
     def divide(self, mesh: DeviceMesh) -> Self:
-        """Divide the experts over the ranks of a mesh, in place, keeping those of this rank; return the layer.
+        """Divide the experts over the ranks of a mesh, in place, keeping only this rank's experts; return the layer.
 
-        Each rank gets the experts that `torch.chunk` gives it, possibly none. A single parameter becomes a DTensor, cut
-        along the experts. If each expert has a parameter, only this rank's remain, names unchanged: `weight5` is the
-        same expert on every rank. `m_splits` then counts the rows of this rank's experts only.
+        Each rank keeps the experts that `torch.chunk` assigns to it, possibly none. A single parameter becomes a
+        DTensor, cut along the experts. If each expert has a parameter, only those of this rank's experts remain, with
+        unchanged names: `weight5` is the same expert on every rank. Afterwards, `m_splits` counts only the rows of this
+        rank's experts.
 
         Args:
-            mesh: a mesh of one dim. Shard on other mesh dims, as by `fully_shard`, only afterwards.
+            mesh: a mesh of one dim. Shard the layer on other mesh dims (as by `fully_shard`) only afterwards.
 
         Raises:
-            Refused: with the code UNSUPPORTED for a mesh of several dims, and for parameters that are already quantized
-                or sharded.
+            Refused: with the code UNSUPPORTED if the mesh has several dims, or parameters are already quantized or
+                sharded.
         """
         if mesh.ndim != 1:
             raise refuse(
@@ -202,7 +205,8 @@ class GroupedParameters(QuantizedEntries):
     def refuse_idle_ranks(self) -> None:
         """Refuse, on every rank, to train a stacked parameter under FSDP2 if any rank has no expert of the stack.
 
-        Such a rank has an empty gradient, for which torch's reduce-scatter fails, while all other ranks wait.
+        A rank without experts has an empty gradient, for which torch's reduce-scatter fails, while all other ranks
+        wait.
 
         Raises:
             Refused: with the code UNSUPPORTED if a rank has no expert.
@@ -223,10 +227,10 @@ class GroupedParameters(QuantizedEntries):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize weights, and set biases to zero.
+        """Set weights to their initial values, and biases to zero.
 
-        Sharded or divided weights get the values that a whole layer would get from the same seed: each rank draws
-        every expert and keeps its part. If weights are quantized, all ranks must call this.
+        Sharded or divided weights get the values that a whole layer would get from the same seed: each rank draws the
+        values of every expert and keeps its own. If weights are quantized, all ranks must call this method.
         """
         weights = self._local_parameters(WEIGHT)
         if not any(weight.is_meta for weight in weights) and (weights or self.ep is not None):
@@ -236,7 +240,7 @@ class GroupedParameters(QuantizedEntries):
                 bias.zero_()
 
     def _draw(self, weights: Sequence[torch.Tensor]) -> None:
-        """Draw the weights of all experts, and copy this rank's parts into the given weights."""
+        """Draw the weights of all experts, and copy the values of this rank's experts into `weights`."""
         destinations: list[ExpertMemory] = []
         codes: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, ((name, parameter), weight) in enumerate(zip(self._parameters_of(WEIGHT), weights, strict=True)):
@@ -277,14 +281,14 @@ class GroupedParameters(QuantizedEntries):
         return positions_of(parameter)
 
     def _parameters_of(self, stem: str) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) pairs of a stem, in the order of the experts; empty for biases if the layer has
-        none.
+        """Return (name, parameter) pairs of weights or biases (`stem`), in the order of the experts; empty if the layer
+        has no biases.
         """
         by_name = self._parameters
         return [(name, parameter) for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
 
     def _local_parameters(self, stem: str) -> list[torch.Tensor]:
-        """Return the parameters of a stem; if they are sharded, this rank's parts."""
+        """Return the parameters of a kind (weights or biases); if they are sharded, this rank's shards."""
         by_name = self._parameters
         parameters = [parameter for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
         if len(parameters) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
@@ -303,7 +307,7 @@ class GroupedParameters(QuantizedEntries):
 
     @property
     def grouped_weight(self) -> GroupedTensor:
-        """The weights of all experts as one grouped tensor.
+        """The weights of all experts as one grouped tensor, [N, out, in].
 
         Raises:
             Refused: with the code UNSUPPORTED if each expert has its own parameter.
@@ -316,12 +320,13 @@ class GroupedParameters(QuantizedEntries):
 
     @torch.no_grad()
     def pack(self, *, fresh: bool = False) -> None:
-        """Move the experts' plain parameters into one buffer, unless they are in one, so that forward copies nothing.
+        """Move the experts' unquantized parameters into one buffer, unless they are in one buffer, so that forward
+        copies nothing.
 
-        Parameters in a larger buffer stay there, since optimizers and collectives may use this buffer.
+        Parameters that are in a larger buffer are not moved, because optimizers and collectives may use that buffer.
 
         Args:
-            fresh: whether the parameters are new, so that no other code can refer to their memory.
+            fresh: whether the parameters are new, so that no other code refers to their memory.
         """
         for stem in (WEIGHT, BIAS):
             parameters = [parameter for _, parameter in self._parameters_of(stem)]
@@ -365,55 +370,58 @@ class GroupedParameters(QuantizedEntries):
 
 
 def _has_own_storage(tensors: Sequence[torch.Tensor], fresh: bool) -> bool:
-    """Return whether each tensor has its own storage of exactly its size; storages of fresh tensors may be larger."""
+    """Return whether each tensor has a separate storage of exactly the tensor's size; if `fresh`, storages may be
+    larger.
+    """
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     sizes = {tensor.numel() * tensor.element_size() for tensor in tensors}
     return len(storages) == len(tensors) and (fresh or set(storages.values()) == sizes)
 
 
 def _divide_stack(whole: torch.Tensor, mesh: DeviceMesh, experts: range) -> DTensor:
-    """Make a DTensor from a stack of all experts, cut along the experts; this rank's part is a copy."""
+    """Create a DTensor from a stack of all experts, cut along the experts; this rank's shard is a copy."""
     local = whole.detach()[experts.start : experts.stop].clone()
     return as_dtensor(local, mesh, [Shard(0)], whole.shape, whole.stride())
 
 
 MAIN_GRAD = "main_grad"
-"""Name of a weight's attribute with the buffer in which the weight's gradient accumulates."""
+"""Name of a weight's attribute that contains the buffer in which the weight's gradient accumulates."""
 OVERWRITE = "overwrite_main_grad"
-"""Name of a weight's attribute that says whether the next gradient overwrites `main_grad`."""
+"""Name of a weight's attribute: whether the next gradient overwrites `main_grad`."""
 ADDED = "grad_added_to_main_grad"
-"""Name of a weight's attribute, set by Megatron, that says whether the gradient is already in `main_grad`."""
+"""Name of a weight's attribute that Megatron sets: whether the gradient has been added to `main_grad`."""
 Output = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
-"""What forward returns: the output, or (output, biases)."""
+"""Result of forward: the output, or (output, biases)."""
 CAST = (torch.float32, torch.bfloat16, torch.float16)
-"""Input dtypes that autocast casts to another dtype."""
+"""Dtypes of inputs that autocast casts to its own dtype."""
 
 
 class GroupedLinear(GroupedParameters):
     """N linear layers of equal size; layer `i` is applied to the next `m_splits[i]` rows of the input.
 
-    After `divide` only the layers of this rank remain; `experts` has their numbers among all N.
+    After `divide`, only the layers of this rank remain; `experts` contains their numbers among all N layers.
 
     Args:
         num_gemms: N, the number of layers.
         in_features: size of a row of the input.
         out_features: size of a row of the output.
         bias: whether the layers have biases.
-        return_bias: return the biases with the output, without adding them.
+        return_bias: whether to return the biases beside the output, without adding them.
         params_dtype: dtype of the parameters; None means torch's default.
-        device: device of the parameters; `meta` leaves them without values until `to_empty` and
-            `reset_parameters`, or a load.
-        init_method: function that fills each weight [out, in] in place; None means normal, standard deviation 0.023.
-        fuse_wgrad_accumulation: add gradients of weights to the parameters' `main_grad`; parameters with
-            `overwrite_main_grad` set get their `main_grad` overwritten.
-        delay_wgrad_compute: compute gradients of weights and biases in `backward_dw`, not in backward.
-        save_original_input: keep the given input for backward, not the cast or quantized input.
-        single_grouped_weight: make one parameter `weight` [N, out, in], not `weight0`, `weight1`, …
-        single_grouped_bias: make one parameter `bias` [N, out], not `bias0`, `bias1`, …
-        recipe: quantizer of the weights; None means that the weights are plain.
+        device: device of the parameters. On `meta`, they have no values until `to_empty` and `reset_parameters` are
+            called, or until a checkpoint is loaded.
+        init_method: function that fills each weight [out, in] in place; None means a normal distribution with standard
+            deviation 0.023.
+        fuse_wgrad_accumulation: whether to add gradients of weights to the parameters' `main_grad`; if a parameter has
+            `overwrite_main_grad` set, the gradient replaces `main_grad`.
+        delay_wgrad_compute: whether gradients of weights and biases are computed in `backward_dw`, and not in backward.
+        save_original_input: whether the given input is kept for backward, and not the cast or quantized input.
+        single_grouped_weight: whether to create one parameter `weight` [N, out, in] instead of `weight0`, `weight1`, …
+        single_grouped_bias: whether to create one parameter `bias` [N, out] instead of `bias0`, `bias1`, …
+        recipe: recipe by which the weights are quantized; None means that the weights are not quantized.
 
     Raises:
-        Refused: with the code SHAPE_MISMATCH for invalid sizes; with the code UNSUPPORTED for options that do not fit
+        Refused: with the code SHAPE_MISMATCH if a size is invalid; with the code UNSUPPORTED if options do not fit
             together.
     """
 
@@ -461,11 +469,11 @@ class GroupedLinear(GroupedParameters):
             self.quantize_(recipe)
 
     def quantize_(self, recipe: Quantizer) -> GroupedLinear:
-        """Quantize each expert's weights separately, in place; return the layer. See `transaxle.quant.quantize_`.
+        """Quantize each expert's weights separately, in place; return the layer (see `transaxle.quant.quantize_`).
 
         Raises:
-            Refused: with the code UNSUPPORTED for weights that are already quantized or sharded, and for delayed
-                scaling together with `save_original_input`.
+            Refused: with the code UNSUPPORTED if weights are already quantized or sharded, or if delayed scaling is
+                combined with `save_original_input`.
         """
         if any(is_quantized(weight) for _, weight in self._parameters_of(WEIGHT)):
             raise refuse("UNSUPPORTED", "the weights are quantized already", hint="Quantize once, before sharding.")
@@ -473,10 +481,10 @@ class GroupedLinear(GroupedParameters):
         return self
 
     def check_recipe(self, recipe: Quantizer) -> None:
-        """Refuse a recipe that the layer cannot compute with.
+        """Refuse a quantization recipe with which the layer cannot compute.
 
         Raises:
-            Refused: with the code UNSUPPORTED for delayed scaling together with `save_original_input`.
+            Refused: with the code UNSUPPORTED if delayed scaling is combined with `save_original_input`.
         """
         if self.save_original_input and isinstance(recipe, DelayedScaling):
             raise refuse(
@@ -486,19 +494,19 @@ class GroupedLinear(GroupedParameters):
             )
 
     def _weights(self, inp: torch.Tensor) -> list[torch.Tensor]:
-        """Return the weights with which an input is multiplied; on a rank without experts, one empty tensor."""
+        """Return the weights by which an input is multiplied; on a rank without experts, one empty tensor."""
         empty_shape = (0, self.out_features, self.in_features)
         return self._local_parameters(WEIGHT) or [torch.empty(empty_shape, dtype=self._dtype(inp), device=inp.device)]
 
     def force_path(self, way: Way | None) -> GroupedLinear:
-        """Force the way in which the layer multiplies; None lets the layer choose. Return the layer.
+        """Force the way in which the layer multiplies, or let the layer choose (None); return the layer.
 
         Args:
-            way: `grouped` or `per_expert`, which give equal results; or `scaled`, which multiplies the codes of float8
+            way: `grouped` or `per_expert`, whose results are equal; or `scaled`, which multiplies the codes of float8
                 weights and also rounds the rows of inputs and gradients to float8.
 
         Raises:
-            UsageError: with the code AMBIGUOUS for an unknown way.
+            UsageError: with the code AMBIGUOUS if the way is unknown.
         """
         if way is not None and way not in WAYS:
             raise refuse("AMBIGUOUS", f"there is no way {way!r}; known are {', '.join(WAYS)}")
@@ -506,7 +514,7 @@ class GroupedLinear(GroupedParameters):
         return self
 
     def path(self, inp: torch.Tensor) -> Path:
-        """Return how the layer multiplies an input, and why.
+        """Return the way in which the layer multiplies an input, with the reasons.
 
         Raises:
             Refused: with the code UNSUPPORTED if the forced way is not possible.
@@ -520,7 +528,7 @@ class GroupedLinear(GroupedParameters):
         return path(dtype, device, (self.out_features, self.in_features), **settings)
 
     def _dtype(self, inp: torch.Tensor) -> torch.dtype:
-        """Return the dtype of the product: autocast's, or the input's."""
+        """Return the dtype of the product: the dtype of autocast if it is enabled, otherwise that of the input."""
         return torch.get_autocast_dtype(inp.device.type) if _is_autocast(inp) else inp.dtype
 
     def forward(
@@ -531,22 +539,24 @@ class GroupedLinear(GroupedParameters):
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
     ) -> Output:
-        """Return [..., out]: each row times its expert's weight, plus its bias.
+        """Return [..., out]: each row times its expert's weight, plus the expert's bias.
 
-        Rows after the last expert's give zeros, in the output and in the gradient of the input.
+        For rows after the last expert's rows, the output and the gradient of the input are zero.
 
         Args:
             inp: [..., in]; plain or quantized.
-            m_splits: number of rows of each expert: a list, or an int32 or int64 tensor on any device. On the
-                `grouped` path numbers on the device are not copied to the host.
-            is_first_microbatch: True: cache the weights as they are multiplied (cast, dequantized, in one piece) for
-                later microbatches; False: use the cached weights; None means prepare weights for this call only.
-            out: buffer for the output, in the output's shape or as rows; reusable for the next call. If `out` is part
-                of a larger buffer, that buffer enters autograd's graph, unless you give `out=buffer.detach()[…]`.
+            m_splits: number of rows of each expert: a list, or an int32 or int64 tensor on any device. With the way
+                `grouped`, numbers on the device are not copied to the host.
+            is_first_microbatch: True caches the weights in the form in which they are multiplied (cast, dequantized, in
+                one buffer) for later microbatches. False uses the cached weights. None prepares the weights for this
+                call only.
+            out: buffer for the output, in the output's shape or as rows, which can be used again in the next call. If
+                `out` is a view of a larger buffer, that buffer becomes part of autograd's graph, unless you pass
+                `out=buffer.detach()[…]`.
             dgrad_out: buffer for the gradient of the input, in the input's shape or as rows.
 
         Returns:
-            The output; with `return_bias` a pair of the output and the biases, which are not added.
+            The output; with `return_bias`, a pair of the output and the biases, which are not added to the output.
 
         Raises:
             Refused: with the code SHAPE_MISMATCH, DTYPE_MISMATCH or UNSUPPORTED if the arguments do not fit the layer.
@@ -574,7 +584,7 @@ class GroupedLinear(GroupedParameters):
         cached = self._cached_weights(weights, split, setting, is_first_microbatch)
         result = apply_product(rows, split.offsets, cached, dgrad_out, setting, weights, biases)
         if out is not None:
-            result = out.copy_(result)  # not inside `Product`, where torch loses gradients if `out` is a view
+            result = out.copy_(result)  # inside `Product`, torch would lose gradients if `out` is a view
         result = result if inp.dim() == 2 else result.view(*inp.shape[:-1], self.out_features)
         return (result, self._members(BIAS)) if self.return_bias else result
 
@@ -584,8 +594,8 @@ class GroupedLinear(GroupedParameters):
         """Choose how rows are multiplied, and compute which rows each expert has.
 
         Raises:
-            Refused: with the code DTYPE_MISMATCH for rows and weights of different dtypes outside of autocast;
-                SHAPE_MISMATCH.
+            Refused: with the code DTYPE_MISMATCH if rows and weights have different dtypes outside of autocast; with
+                the code SHAPE_MISMATCH if `m_splits` does not fit the rows.
         """
         dtype = self._dtype(rows)
         if not _is_autocast(rows) and dtype != weights[0].dtype:
@@ -629,18 +639,20 @@ class GroupedLinear(GroupedParameters):
         return self._cached
 
     def need_backward_dw(self) -> bool:
-        """Return whether this layer delays gradients of weights, so that the user must call `backward_dw`."""
+        """Return whether this layer delays gradients of weights, in which case the user must call `backward_dw`."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the delayed gradients of weights and biases for the oldest backward that still lacks them.
+        """Compute the delayed gradients of weights and biases for the oldest backward whose gradients are still
+        missing.
 
-        Does nothing if the layer does not delay gradients. Under FSDP2 every rank must call this after backward:
-        gradients become means over the ranks that share the parameters, with the parameters' dtype and sharding.
+        If the layer does not delay gradients, the method does nothing. Under FSDP2, every rank must call it after
+        backward: gradients become means over the ranks that share the parameters, with the parameters' dtype and
+        sharding.
 
         Raises:
-            Refused: with the code UNSUPPORTED if no backward is pending, if its tensors were changed in place, or if
-                the gradients no longer fit the parameters.
+            Refused: with the code UNSUPPORTED if no backward is pending, if tensors of the pending backward were
+                changed in place, or if the gradients no longer fit the parameters.
         """
         if not self.delay_wgrad_compute:
             return
@@ -667,7 +679,7 @@ class GroupedLinear(GroupedParameters):
                 self._to_grad(stem, grad, meshes)
 
     def take(self, pending: PendingGradients) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Accept gradients of weights, for `backward_dw` or for `main_grad`; see `Sink`."""
+        """Accept pending gradients of weights: keep them for `backward_dw`, or add them to `main_grad` (see `Sink`)."""
         if self.delay_wgrad_compute:
             meshes = {name: mesh_of(parameter) for stem in self._names for name, parameter in self._parameters_of(stem)}
             self._pending.append((pending, pending.versions(), meshes))
@@ -711,15 +723,15 @@ class GroupedLinear(GroupedParameters):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                parameter.grad.add_(gradient)  # in place, since `.grad` may be part of a larger buffer
+                parameter.grad.add_(gradient)  # in place: `.grad` may be a view of a larger buffer
 
     def pack(self, *, fresh: bool = False) -> None:
-        """Pack as `GroupedParameters.pack` does, and drop cached weights."""
+        """Move unquantized parameters into one buffer (see `GroupedParameters.pack`), and drop cached weights."""
         self._cached = None
         super().pack(fresh=fresh)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the layer's state without unfinished gradients and cached weights."""
+        """Return the layer's attributes for pickling, without unfinished gradients and cached weights."""
         return {**self.__dict__, "_pending": deque(), "_cached": None}
 
     def extra_repr(self) -> str:
@@ -733,7 +745,7 @@ class GroupedLinear(GroupedParameters):
 
 
 def _check_main(trained: Sequence[tuple[str, nn.Parameter, torch.Tensor]]) -> None:
-    """Refuse weights that lack a `main_grad` of the weight's shape."""
+    """Refuse weights without a `main_grad` that has the shape of the weight."""
     problems = []
     for name, parameter, part in trained:
         main = getattr(parameter, MAIN_GRAD, None)
@@ -751,14 +763,16 @@ def _run_untraced(layer: GroupedLinear, *arguments: Any) -> Output:
 
 
 def _usable(cached: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether cached weights can be used: autograd accepts no tensors made in inference mode."""
+    """Return whether cached weights can be used: their dtype must fit, and autograd accepts no tensors of inference
+    mode.
+    """
     if cached is None or cached.dtype != dtype:
         return False
     return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not cached.is_inference()
 
 
 def _is_autocast(inp: torch.Tensor) -> bool:
-    # torch.compile of torch 2.11 cannot query whether a device supports autocast. Only `meta` does not.
+    # torch.compile of torch 2.11 cannot query whether a device supports autocast. All devices except `meta` support it.
     return inp.dtype in CAST and not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
 
 

@@ -1,11 +1,12 @@
 """Grouped tensors: the matrices of N experts as one tensor of three dims, in one buffer.
 
-The tensor is plain, a `QuantizedTensor`, or a DTensor of one of these, and is sharded, pickled, stacked and moved by
-these classes. `GroupedTensor` shows it as N members (matrices).
+The tensor is unquantized, a `QuantizedTensor`, or a DTensor of one of these two. The classes of these tensors shard,
+pickle, stack and move it. `GroupedTensor` provides it as N members (matrices).
 
-`Splits` says how the rows of an input are divided among experts, without copying numbers from a device to the host.
-Row counts on the host (a list, a CPU tensor) are checked. Row counts on a device are not, because the host would have
-to wait: negative counts are taken as zero, and rows past the end of the input are ignored, so every offset is valid.
+`Splits` describes how the rows of an input are divided among experts, without copying numbers from a device to the
+host. Row counts on the host (a list, a CPU tensor) are checked. Row counts on a device are not checked, because the
+host would have to wait. Instead, negative counts are treated as zero, and rows past the end of the input are ignored,
+so every offset is valid.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class GroupedTensor:
     """N matrices of equal shape in one buffer, seen as one tensor [N, rows, columns] or as N members."""
 
     data: torch.Tensor
-    """[N, rows, columns]: plain, quantized, or a DTensor."""
+    """The tensor [N, rows, columns]: unquantized, quantized, or a DTensor."""
 
     def __post_init__(self) -> None:
         if self.data.dim() != 3:
@@ -45,12 +46,12 @@ class GroupedTensor:
         device: Device | None = None,
         dtype: DType | None = None,
     ) -> GroupedTensor:
-        """Make a grouped tensor of zeros.
+        """Create a grouped tensor of zeros.
 
         Args:
             num_tensors: number of members N.
             shape: rows and columns of each member.
-            quantizer: quantizer of the members; None means that they are plain.
+            quantizer: quantizer of the members; None means that the members are not quantized.
             device: device of the buffer; None means torch's default.
             dtype: dtype of the values; None means torch's default.
         """
@@ -60,26 +61,28 @@ class GroupedTensor:
 
     @classmethod
     def stack(cls, members: Sequence[torch.Tensor]) -> GroupedTensor:
-        """Copy matrices into one buffer; quantized matrices keep their codes and scales."""
+        """Copy matrices into one buffer; the codes and scales of quantized matrices are kept."""
         return cls(torch.stack(list(members)))
 
     @property
     def num_tensors(self) -> int:
-        """Number of members."""
+        """Number of members (matrices)."""
         return self.data.shape[0]
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """The quantizer that made the members' codes; None for plain members."""
+        """The quantizer that computed the members' codes; None if the members are not quantized."""
         return self.data.quantizer if isinstance(self.data, QuantizedTensor) else None
 
     @property
     def quantized_tensors(self) -> list[torch.Tensor]:
-        """The members as views: writing into one changes the buffer. Quantized members have their own scales."""
+        """The members as views of the buffer: writing into a member changes the buffer. Each quantized member has its
+        own scales.
+        """
         return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[torch.Tensor]:
-        """Return the members, as views of the buffer."""
+        """Return the members (matrices) as views of the buffer."""
         return [self.data[place] for place in range(self.num_tensors)]
 
 
@@ -87,7 +90,7 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
     """Return the values of parameters as one plain tensor, without a copy if they are adjacent in memory.
 
     Args:
-        parameters: one parameter whose first dim counts experts, or one parameter per expert.
+        parameters: one parameter whose first dim numbers experts, or one parameter per expert.
         dims: number of dims of the result.
         dtype: dtype of the values.
     """
@@ -95,7 +98,7 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
     if first.dim() == dims:
         return values(first.detach(), dtype)
     if isinstance(first, QuantizedTensor):
-        codes = torch.stack([parameter.detach() for parameter in parameters])  # one launch dequantizes all
+        codes = torch.stack([parameter.detach() for parameter in parameters])  # one kernel launch dequantizes all
         if isinstance(codes, QuantizedTensor):
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
@@ -104,19 +107,19 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
 
 
 def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a plain or quantized tensor as a plain tensor."""
+    """Return the values of an unquantized or quantized tensor as a plain tensor."""
     return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)
 
 
 def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether plain tensors of one shape follow each other in one buffer, as members of a grouped tensor do."""
+    """Return whether plain tensors of one shape follow one another in one buffer, as members of a grouped tensor do."""
     first = parameters[0]
     if torch.compiler.is_compiling() or type(first.data) is not torch.Tensor:
         return False  # addresses are unknown while a program is traced
     start, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage()
     size = step * len(parameters)
     if not step or start + size > storage.data_ptr() + storage.nbytes():
-        return False  # the tensors do not fit into the first one's storage: adjacent only by chance
+        return False  # adjacent by chance: not in one storage
     places = [parameter.data_ptr() for parameter in parameters]
     return places == list(range(start, start + size, step)) and all(
         parameter.is_contiguous() for parameter in parameters
@@ -129,22 +132,22 @@ INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The rows of each expert: consecutive, starting with the first row of the input."""
+    """The rows of each expert, which are consecutive and start with the first row of the input."""
 
     offsets: torch.Tensor
-    """Row after the last row of each expert; int32 [experts], on the device of the input."""
+    """For each expert, the row after its last row; int32 [experts], on the device of the input."""
     rows: int
     """Number of rows of the input."""
     counts: tuple[int, ...] | None
-    """Number of rows of each expert; None if the numbers are only on the device."""
+    """Number of rows of each expert; None if only the device has these numbers."""
 
     @property
     def complete(self) -> bool:
-        """Whether it is known that every row has an expert."""
+        """Whether the host can verify that every row has an expert."""
         return self.counts is not None and sum(self.counts) == self.rows
 
     def experts(self) -> torch.Tensor:
-        """Return the expert index of each row, int64 [rows]; rows without an expert get the number of experts."""
+        """Return the expert index of each row, int64 [rows]; for rows without an expert, the number of experts."""
         rows = torch.arange(self.rows, dtype=torch.int32, device=self.offsets.device)
         return torch.searchsorted(self.offsets, rows, right=True)
 
@@ -160,9 +163,9 @@ class Splits:
 
 
 def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
-    """Return whether the host may read row counts: from a list, or from a CPU tensor outside of tracing.
+    """Return whether the host may read row counts: they must be a list, or a CPU tensor outside of tracing.
 
-    Tensors of other classes (fake, traced) may have no values.
+    Tensors of other classes (fake or traced tensors) may have no values.
     """
     if not isinstance(m_splits, torch.Tensor):
         return True
@@ -180,9 +183,9 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
         device: device of the input.
 
     Raises:
-        Refused: with the code SHAPE_MISMATCH or DTYPE_MISMATCH for another shape or dtype; with the code SHAPE_MISMATCH
-            for host numbers that are negative or sum to more than the rows; with the code UNSUPPORTED for numbers on
-            the host during capture of a CUDA graph.
+        Refused: with the code SHAPE_MISMATCH or DTYPE_MISMATCH if `m_splits` has a wrong shape or dtype; with the code
+            SHAPE_MISMATCH if numbers on the host are negative or their sum exceeds the rows; with the code UNSUPPORTED
+            if the numbers are on the host during capture of a CUDA graph.
     """
     if isinstance(m_splits, torch.Tensor):
         if m_splits.dtype not in INTEGERS:
@@ -193,7 +196,7 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
                 f"m_splits must have the shape [{experts}], one number per expert, not {list(m_splits.shape)}",
             )
         if not on_host(m_splits):
-            # The clamped counts cannot overflow int64.
+            # The clamped counts cannot overflow int64 when they are summed.
             ends = m_splits.to(device).clamp(0, rows).cumsum(0).clamp(max=rows)
             return Splits(ends.to(torch.int32), rows, None)
     counts = _numbers(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)
@@ -202,11 +205,11 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
 
 
 def _copy_to_device(ends: list[int], device: torch.device) -> torch.Tensor:
-    """Copy offsets from the host to the device as int32; return before the copy is done.
+    """Copy offsets from the host to the device as int32; return before the copy has finished.
 
     Raises:
-        Refused: with the code UNSUPPORTED during capture of a CUDA graph: each replay of the graph would use the same
-            numbers.
+        Refused: with the code UNSUPPORTED during capture of a CUDA graph, because each replay of the graph would use
+            the same numbers.
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(ends, dtype=torch.int32, device=device)
@@ -250,11 +253,12 @@ def _check(counts: tuple[int, ...], experts: int, rows: int) -> None:
 
 @torch.compiler.disable(reason="one product per expert needs m_splits on the host")  # type: ignore[untyped-decorator]
 def read_back(m_splits: torch.Tensor, rows: int) -> tuple[int, ...]:
-    """Copy row counts from the device to the host, which waits for the device; clip them as the device would.
+    """Copy row counts from the device to the host, which must wait for the device; limit them as `splits` does on the
+    device.
 
     Raises:
-        Refused: with the code UNSUPPORTED during capture of a CUDA graph, because the host cannot wait for the device
-            then.
+        Refused: with the code UNSUPPORTED during capture of a CUDA graph, because the host then cannot wait for the
+            device.
     """
     if m_splits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise refuse(

@@ -1,17 +1,18 @@
-"""Chooses how a grouped linear layer multiplies: in one grouped product (of values or float8 codes), or one per expert.
+"""Chooses how a grouped linear layer multiplies: by one grouped product (of values or float8 codes), or one per expert.
 
-The whole choice is made in this module, and can be printed with its reasons.
+This module makes the whole choice, and the choice can be printed with its reasons.
 
-**Grouped products of float8 codes** use `torch.nn.functional.scaled_grouped_mm`. Weights are multiplied as they are
-stored:
+**Grouped products of float8 codes** use `torch.nn.functional.scaled_grouped_mm`. The codes of weights are multiplied as
+they are stored:
 
-- E4M3 codes with one scale per expert: the same codes serve forward and backward. Rows
-  of inputs and of gradients are quantized here, each by its own amax (current scaling; torch supports no other).
-- MXFP8 codes. Each 32 elements along the summed dim share a scale, so each direction has its own codes: rowwise codes
-  give the output, columnwise codes the gradient of the input. Inputs and gradients are quantized to MXFP8 here.
+- E4M3 codes with one scale per expert: the same codes are used in forward and backward. This module quantizes the rows
+  of inputs and of gradients, each row by its own amax (current scaling; torch supports no other scaling).
+- MXFP8 codes: 32 elements along the summed dim share one scale, so forward and backward need different codes. Rowwise
+  codes are multiplied for the output, columnwise codes for the gradient of the input. This module quantizes inputs and
+  gradients to MXFP8.
 
-Sums are float32, the result is bfloat16. The kernels accept any number of rows; if scales must be padded to blocks,
-they are padded for each group, on the device.
+Sums are float32, the result is bfloat16. The kernels accept any number of rows. If scales must be padded to blocks, the
+device pads them for each group.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ class Kind:
     description: str
     """Description of the codes and their scales."""
     step: int
-    """The numbers of input and output features must be multiples of this number."""
+    """Number of which the numbers of input and output features must be multiples."""
     capabilities: tuple[tuple[int, int], ...]
     """Compute capabilities of the devices for which torch has a kernel."""
     builds: tuple[str, ...] = ()
-    """Words in `torch.__config__.show()`, any of which shows that torch has the kernel; empty if every build has it."""
+    """Words in `torch.__config__.show()`; if it contains any of them, torch has the kernel. Empty if every build has
+    it.
+    """
     chosen: bool = False
-    """Whether codes are multiplied by default wherever possible; if False, only if the user forces it."""
+    """Whether codes are multiplied by default wherever possible; if False, they are multiplied only if the user forces
+    it.
+    """
 
 
 ROWS = Kind("E4M3 codes with one scale for each expert", 16, ((9, 0),))
@@ -52,7 +57,7 @@ BLOCKS = Kind("MXFP8 codes (E4M3)", MXFP8.tile[1], ((10, 0),), ("USE_MSLK", "USE
 
 
 def kind_of(quantizer: Quantizer | None) -> Kind | None:
-    """Return the kind of codes that a quantizer makes; None if torch has no grouped product of such codes."""
+    """Return the kind of codes that a quantizer produces; None if torch has no grouped product of such codes."""
     if quantizer is None:
         return None
     encoding = quantizer.encoding
@@ -64,7 +69,7 @@ def stack_codes(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
     """Return the experts' weights as one stack of codes, [experts, out, in]; an existing stack is not copied.
 
     Raises:
-        Refused: with the code UNSUPPORTED for experts that are not all quantized in the same way.
+        Refused: with the code UNSUPPORTED if the experts are not all quantized in the same way.
     """
     first = parameters[0].detach()
     stack = first if first.dim() == 3 else torch.stack([parameter.detach() for parameter in parameters])
@@ -79,7 +84,9 @@ def stack_codes(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
 
 
 def multiply(x: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return rows [rows, in] times their experts' weights, [rows, out]; rows after the last offset are not written."""
+    """Return rows [rows, in] times their experts' weights, as [rows, out]; rows after the last offset are not
+    written.
+    """
     buffers = weight.components
     return _multiply_codes(x, buffers[DATA], buffers[SCALE], kind_of(weight.quantizer), offsets)
 
@@ -90,7 +97,9 @@ def has_backward_codes(weight: QuantizedTensor) -> bool:
 
 
 def multiply_transposed(grad: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return rows [rows, out] times the transposed weights, [rows, in]; rows after the last offset are not written."""
+    """Return rows [rows, out] times the transposed weights, as [rows, in]; rows after the last offset are not
+    written.
+    """
     buffers, kind = weight.components, kind_of(weight.quantizer)
     if kind is ROWS:
         return _multiply_codes(grad, kernels.transposed(buffers[DATA]), buffers[SCALE], kind, offsets)
@@ -102,7 +111,7 @@ def _multiply_codes(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind: Kind | None, offsets: torch.Tensor
 ) -> torch.Tensor:
     """Return rows [rows, k] times the transposed codes [experts, n, k] of their experts."""
-    codes = codes.contiguous()  # contiguous along the summed dim, as the kernels require
+    codes = codes.contiguous()  # the kernels require contiguous codes along the summed dim
     recipe, order = functional.ScalingType.RowWise, None
     rows: torch.Tensor | None
     of_rows: torch.Tensor | None
@@ -135,13 +144,15 @@ SCALED: Way = "scaled"
 WAYS: tuple[Way, ...] = (GROUPED, PER_EXPERT, SCALED)
 
 ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of grouped products on a CPU."""
+"""Dtypes for which torch has grouped products on a CPU."""
 ON_CUDA = (torch.bfloat16,)
 """Dtypes for which a grouped product on CUDA needs no copy of the offsets on the host."""
 CAPABLE = (9, 10)
-"""Major compute capabilities with such grouped products; on other CUDA devices torch copies the offsets to the host."""
+"""Major compute capabilities with the grouped products of `ON_CUDA`; on other devices torch copies the offsets to the
+host.
+"""
 MOST = 1023
-"""Largest number of experts on a CUDA device: torch sets up a grouped product in one thread block."""
+"""Maximum number of experts on a CUDA device, because torch sets up a grouped product in one thread block."""
 SCALES = ("cuda",)
 """Device types with grouped products of float8 codes."""
 _BACK = "the gradient of the input multiplies values, since the weights have no columnwise codes"
@@ -153,13 +164,13 @@ class Path:
     """The way in which a layer multiplies, with the reasons against other ways."""
 
     way: Way
-    """`grouped`, `per_expert` or `scaled`."""
+    """The way of multiplying: `grouped`, `per_expert` or `scaled`."""
     against: tuple[str, ...] = ()
-    """Reasons against one grouped product."""
+    """Reasons why one grouped product is not possible."""
     forced: bool = False
     """Whether the user forced this way."""
     values: tuple[str, ...] = ()
-    """Reasons why dequantized values are multiplied although weights are codes, in some or all products."""
+    """Reasons why dequantized values are multiplied in some or all products, although weights are stored as codes."""
 
     def __str__(self) -> str:
         chosen_by = "forced" if self.forced else "chosen"
@@ -178,16 +189,17 @@ def path(
     columnwise: bool = False,
     experts: int = 1,
 ) -> Path:
-    """Choose how a layer multiplies.
+    """Choose how a layer multiplies, and return the choice with its reasons.
 
     Args:
         dtype: dtype of the values to multiply.
         device: device of the input.
         features: number of output and of input features.
-        capability: compute capability of the device; None means query it from torch.
-        forced: the way that the user forces; None means choose. MXFP8 codes are multiplied wherever possible; float8
-            codes with one scale only with `scaled`; both round inputs and gradients.
-        quantizer: quantizer of the weights; None for plain weights.
+        capability: compute capability of the device; None means that torch is asked for it.
+        forced: the way that the user forces; None means that this function chooses. MXFP8 codes are multiplied wherever
+            possible. Float8 codes with one scale are multiplied only if `scaled` is forced. For both, inputs and
+            gradients are rounded too.
+        quantizer: quantizer of the weights; None if the weights are not quantized.
         columnwise: whether the weights have columnwise codes.
         experts: number of experts.
 
@@ -246,7 +258,7 @@ def _scaled_obstacles(
     kind: Kind | None,
     quantizer: Quantizer | None,
 ) -> Iterator[str]:
-    """Yield the reasons against a grouped product of codes, beyond those against any grouped product."""
+    """Yield the reasons against a grouped product of codes, in addition to the reasons against any grouped product."""
     if kind is None:
         kind_of_weights = "plain" if quantizer is None else str(quantizer)
         yield f"weights are {kind_of_weights}, and no device multiplies these in groups of codes"

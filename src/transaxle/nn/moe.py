@@ -1,10 +1,11 @@
-"""`MoE`: a mixture of experts made of two grouped linear layers; computes the same as that of Qwen3-MoE.
+"""`MoE`: a mixture of experts built from two grouped linear layers, which computes the same result as that of
+Qwen3-MoE.
 
-Rows (tokens) are sorted by expert, and sorted back, on the device; the host reads no numbers from it.
+The device sorts rows (tokens) by expert, and sorts them back; the host reads no numbers from the device.
 
-With expert parallelism, rows are sent to the ranks of their experts and back. Only the devices have the row counts,
-but the collective needs these counts on the host. Only here does the host wait for the device,
-and only if experts are divided over ranks.
+With expert parallelism, rows are sent to the ranks of their experts and back. Only the devices have the row counts, but
+the collective operation needs these counts on the host. This is the only place where the host waits for the device, and
+it waits only if experts are divided over ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from transaxle.torch_tensors import Device, read_device, read_optional_dtype
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A permutation that sorts rows by group; rows of the same group keep their order."""
+    """A permutation that sorts rows by group (such as expert); rows of the same group keep their order."""
 
     places: torch.Tensor
-    """Source row of each sorted position, int64 [rows]: `x[places]` is sorted."""
+    """For each sorted position, its source row, int64 [rows]: `x[places]` is sorted."""
     back: torch.Tensor
-    """Sorted position of each row, int64 [rows]: `y[back]` has the original order."""
+    """For each row, its sorted position, int64 [rows]: `y[back]` has the original order."""
     counts: torch.Tensor
     """Number of rows of each group, int64 [groups]."""
 
@@ -43,7 +44,7 @@ def order(groups: torch.Tensor, count: int) -> Order:
     """Sort rows by their groups.
 
     Args:
-        groups: group number of each row, int64 [rows].
+        groups: for each row, the index of its group, int64 [rows].
         count: number of groups.
     """
     sorted_groups, places = torch.sort(groups, stable=True)
@@ -55,7 +56,9 @@ def order(groups: torch.Tensor, count: int) -> Order:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send rows to all ranks of a group, and receive rows from all; gradients go the opposite way."""
+    """Sends rows to all ranks of a group, and receives rows from all ranks; gradients are sent in the opposite
+    direction.
+    """
 
     @staticmethod
     def forward(
@@ -72,8 +75,8 @@ class _AllToAll(torch.autograd.Function):
             ctx: context of autograd.
             rows: rows to send, sorted by receiving rank.
             _: tensor that requires a gradient, so that backward runs on every rank; it receives no gradient.
-            receive_counts: number of rows from each rank.
-            send_counts: number of rows for each rank.
+            receive_counts: number of rows that each rank sends to this rank.
+            send_counts: number of rows that this rank sends to each rank.
             group: the ranks that exchange rows.
         """
         ctx.swapped = send_counts, receive_counts, group
@@ -101,15 +104,16 @@ def across(
     local_experts: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """Return the outputs for this rank's rows, from experts on all ranks; every rank of the group calls this.
+    """Return the outputs for this rank's rows, computed by experts on all ranks; every rank of the group must call
+    this.
 
     Args:
-        experts: function that applies this rank's experts to (rows sorted by expert, number of rows of each expert),
-            and returns as many rows.
+        experts: function that applies this rank's experts to its arguments (rows sorted by expert, number of rows of
+            each expert), and returns as many rows.
         rows: [rows, features], sorted by expert.
         counts: number of rows of each expert, int64 [experts]; the experts are divided over ranks as by `torch.chunk`.
         local_experts: number of experts on this rank.
-        group: the ranks that have the experts.
+        group: the ranks over which the experts are divided.
     """
     ranks = dist.get_world_size(group)
     experts_per_rank = -(-len(counts) // ranks)
@@ -129,15 +133,15 @@ def across(
 
 
 class Experts(nn.Module):
-    """Gated experts: `linear_fc1` computes the gate and up projections, `linear_fc2` the output.
+    """Gated experts: `linear_fc1` computes the gate and up projections, `linear_fc2` computes the output.
 
-    This is a separate module so that `fully_shard` can use a different mesh for experts than for other modules.
+    This is a separate module, so that `fully_shard` can use a different mesh for experts than for other modules.
 
     Args:
-        hidden_size: size of a row.
-        intermediate_size: size of a row between the two layers.
+        hidden_size: number of elements of a row.
+        intermediate_size: number of elements of a row between the two layers.
         num_experts: number of experts, on all ranks together.
-        single_grouped_weight: one parameter for all experts, not one parameter per expert.
+        single_grouped_weight: whether to create one parameter for all experts; otherwise, one per expert.
         params_dtype: dtype of the parameters; None means torch's default.
         device: device of the parameters.
     """
@@ -170,12 +174,12 @@ class Experts(nn.Module):
         accept_layouts(self)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Divide the experts over ranks, and keep only this rank's experts; see `GroupedLinear.divide`."""
+        """Divide the experts over ranks, in place, and keep only this rank's experts (see `GroupedLinear.divide`)."""
         for layer in (self.linear_fc1, self.linear_fc2):
             layer.divide(mesh)
 
     def forward(self, rows: torch.Tensor, m_splits: torch.Tensor) -> torch.Tensor:
-        """Return [rows, hidden].
+        """Return the experts' outputs, [rows, hidden].
 
         Args:
             rows: [rows, hidden], sorted by this rank's experts.
@@ -190,8 +194,8 @@ class Gated(nn.Module):
     """A gated feed-forward layer (shared expert) through which every token passes in addition to its routed experts.
 
     Args:
-        hidden_size: size of a row.
-        intermediate_size: size of a row between the two projections.
+        hidden_size: number of elements of a row.
+        intermediate_size: number of elements of a row between the two projections.
         params_dtype: dtype of the parameters; None means torch's default.
         device: device of the parameters.
     """
@@ -209,37 +213,38 @@ class Gated(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=params_dtype, device=device)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [rows, hidden]."""
+        """Return the layer's outputs, [rows, hidden]."""
         outputs: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
         return outputs
 
 
 class MoE(nn.Module):
-    """A mixture of experts: a router and its experts, in place of a transformer's feed-forward layer.
+    """A mixture of experts: a router and its experts, which replace a transformer's feed-forward layer.
 
-    Each token goes to the `top_k` experts with the largest softmax probabilities; the result is the sum of outputs,
-    weighted by these probabilities. Names in a state dict are `gate.weight`, `experts.linear_fc1.weight{e}` and
-    `experts.linear_fc2.weight{e}` (without `{e}` if experts are one tensor), and `shared_experts.…`; the module loads
-    experts in the layouts of other frameworks too.
+    Each token is sent to the `top_k` experts with the largest softmax probabilities. The result is the sum of these
+    experts' outputs, weighted by the probabilities. Names in a state dict are `gate.weight`,
+    `experts.linear_fc1.weight{e}` and `experts.linear_fc2.weight{e}` (without `{e}` if experts are one tensor), and
+    `shared_experts.…`. The module also loads experts in the layouts of other frameworks.
 
     Args:
-        hidden_size: size of a token.
-        intermediate_size: size of a token inside an expert.
+        hidden_size: number of elements of a token.
+        intermediate_size: number of elements of a token inside an expert.
         num_experts: number of experts, on all ranks together.
         top_k: number of experts for each token.
-        norm_topk_prob: scale the probabilities of a token's chosen experts so that they sum to one.
-        shared_intermediate_size: inner size of a shared layer whose output is added for each token; 0: no shared layer.
-        single_grouped_weight: one parameter for all experts, not one parameter per expert.
+        norm_topk_prob: whether to scale the probabilities of a token's chosen experts so that their sum is one.
+        shared_intermediate_size: inner size of a shared layer whose output is added for each token; 0 means no shared
+            layer.
+        single_grouped_weight: whether to create one parameter for all experts; otherwise, one per expert.
         ep: mesh of one dim whose ranks divide the experts as `torch.chunk` does; None means that each rank has all
             experts. Tokens for experts of other ranks are sent there and back; the host waits for the row counts once
             per forward.
         params_dtype: dtype of the parameters; None means torch's default.
-        device: device of the parameters. On any device but `meta`, each rank briefly has all experts of the layer in
-            memory.
+        device: device of the parameters. On any device except `meta`, each rank temporarily has all experts of the
+            layer in memory.
 
     Raises:
-        Refused: with the code SHAPE_MISMATCH if `top_k` exceeds `num_experts`; with the code UNSUPPORTED for a mesh of
-            several dims.
+        Refused: with the code SHAPE_MISMATCH if `top_k` exceeds `num_experts`; with the code UNSUPPORTED if the mesh
+            has several dims.
     """
 
     def __init__(
@@ -280,7 +285,7 @@ class MoE(nn.Module):
         )
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (weights, expert numbers) of each token's chosen experts, both [tokens, top_k].
+        """Return the weights and the indices of each token's chosen experts, both as [tokens, top_k].
 
         Probabilities are computed in float32; the weights have the dtype of the tokens.
         """
@@ -291,7 +296,7 @@ class MoE(nn.Module):
         return weights.to(scores.dtype), chosen
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [..., hidden]; with `ep`, every rank of the mesh calls this, each with its own tokens, or none."""
+        """Return [..., hidden]. With `ep`, every rank of the mesh must call this, with its own tokens or with none."""
         tokens = hidden.reshape(-1, self.hidden_size)
         weights, chosen = self.route(tokens)
         sorted_rows = order(chosen.flatten(), self.num_experts)
