@@ -2,12 +2,13 @@
 
 Each cut module records how its parameters are cut (`ParameterCut`).
 
-Collectives connect values that all ranks share with values of one rank; the backward of each is its transpose.
+Collective operations connect values that all ranks share with values of a single rank; the backward of each operation
+is its transpose.
 
     enter      identity             gradients are summed      before a column-parallel layer
     leave      values are summed    identity                  after a row-parallel layer
-    gather     parts are joined     own part of the gradient  after a cut layer without counterpart: logits, embeddings
-    scatter    own part             gradients are joined      before a row-parallel layer whose input is whole
+    gather     shards are joined    own slice of the gradient after a cut layer without counterpart: logits, embeddings
+    scatter    own slice            gradients are joined      before a row-parallel layer whose input is whole
     sum_shared identity             gradients are summed      parameters that several ranks have and use for different
                                     position by position      heads
 
@@ -56,7 +57,7 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _join(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Join all ranks' parts along the last dim; parts are padded, since gloo and NCCL need equal sizes."""
+    """Join all ranks' shards along the last dim; the shards are padded, because gloo and NCCL require equal sizes."""
     width_max = max(widths)
     padded = torch.nn.functional.pad(part, (0, width_max - part.shape[-1])).contiguous()
     parts = [torch.empty_like(padded) for _ in widths]
@@ -135,44 +136,51 @@ class _SumShared(torch.autograd.Function):
 
 
 def enter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that is equal on all ranks, for a different computation on each rank; backward sums gradients."""
+    """Return a tensor that is equal on all ranks, as input of a different computation on each rank; backward sums
+    gradients.
+    """
     entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
     return entered
 
 
 def leave(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of a tensor over all ranks, for the same computation on each rank; backward keeps gradients."""
+    """Return the sum of a tensor over all ranks, as input of the same computation on each rank; backward keeps
+    gradients.
+    """
     total: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
     return total
 
 
 def gather(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' parts joined along the last dim, for the same computation on each rank.
+    """Return all ranks' shards joined along the last dim, as input of the same computation on each rank.
 
     Args:
-        part: this rank's part.
-        widths: length of the last dim of each rank's part.
-        group: the ranks.
+        part: this rank's shard.
+        widths: for each rank, the length of the last dim of its shard.
+        group: the process group of the ranks that join their shards.
     """
     joined: Tensor = _Gather.apply(part, widths, group)  # type: ignore[no-untyped-call]
     return joined
 
 
 def scatter(whole: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part, along the last dim, of a tensor that is equal on all ranks; arguments as in `gather`."""
+    """Return this rank's slice, along the last dim, of a tensor that is equal on all ranks; the arguments are those of
+    `gather`.
+    """
     local_part: Tensor = _Scatter.apply(whole, widths, group)  # type: ignore[no-untyped-call]
     return local_part
 
 
 def sum_shared(tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a parameter of which other ranks have and use some elements too; backward sums these elements' gradients.
+    """Return a parameter of which several ranks have and use the same elements; backward sums the gradients of these
+    elements.
 
     Args:
-        tensor: this rank's part of the parameter.
+        tensor: this rank's shard of the parameter.
         dim: the dim along which ranks have different indices.
         positions: the indices along `dim` that this rank has.
         length: length of `dim` in the whole parameter.
-        group: the ranks.
+        group: the process group of the ranks that have shards of the parameter.
     """
     with_summed_gradient: Tensor = _SumShared.apply(tensor, dim, positions, length, group)  # type: ignore[no-untyped-call]
     return with_summed_gradient
@@ -183,23 +191,23 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterCut:
-    """How one parameter of a module is cut."""
+    """How one parameter of a module is cut over the tensor-parallel ranks."""
 
     mesh: DeviceMesh
-    """The tensor-parallel ranks."""
+    """Mesh of the tensor-parallel ranks, with one dim."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     dim: int
-    """The dim along which ranks may have different indices."""
+    """Index of the dim along which ranks may have different indices."""
     positions_by_rank: tuple[Intervals, ...]
-    """For each rank, the indices along `dim` that it has."""
+    """For each rank, the indices along `dim` that the rank has."""
     shared: bool
     """Whether several ranks have the same elements and use them for different heads, so that gradients are summed."""
     record: Record
-    """The cut as a record of DeepSpeed's metadata."""
+    """The cut as a record of DeepSpeed's universal-checkpoint metadata."""
 
     def __deepcopy__(self, _: Any) -> ParameterCut:
-        """Return the same object: a copy of the model is on the same mesh."""
+        """Return the same object, because a copy of the model is on the same mesh."""
         return self
 
     @property
@@ -219,22 +227,22 @@ class ParameterCut:
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first rank with its share."""
+        """Whether no lower rank has the same indices as this rank."""
         return self.positions_by_rank.index(self.positions_by_rank[self.rank]) == self.rank
 
     def unshared_spans(self, positions: Intervals) -> list[tuple[int, int]]:
-        """Return which of this rank's indices no earlier rank has.
+        """Return which of this rank's indices no lower rank has.
 
         Args:
             positions: this rank's indices along the cut dim, in local order.
 
         Returns:
-            Ranges [start, stop) of local indices.
+            Ranges `[start, stop)` of indices in this rank's shard.
         """
         before = sorted(span for each in self.positions_by_rank[: self.rank] for span in each)
         spans, at = [], 0
         for start, stop in positions:
-            base, new = at - start, start  # a range of this rank may overlap a range of another rank partly
+            base, new = at - start, start  # ranges of two ranks may overlap partly
             for first, last in before:
                 if new < min(first, stop):
                     spans.append((base + new, base + min(first, stop)))
@@ -246,7 +254,7 @@ class ParameterCut:
 
     @property
     def placement(self) -> Shard | Replicate | None:
-        """The DTensor placement that describes this cut; None if no placement does."""
+        """The DTensor placement that describes this cut; None if no DTensor placement can describe it."""
         count = self.shape[self.dim] if self.shape else 0
         if all(each == whole(count) for each in self.positions_by_rank):
             return Replicate()
@@ -255,17 +263,17 @@ class ParameterCut:
 
     @property
     def share(self) -> Share | None:
-        """This rank's share, for quantized tensors; None if the rank has the whole parameter."""
+        """This rank's share, in the form that quantized tensors use; None if the rank has the whole parameter."""
         if isinstance(self.placement, Replicate):
             return None
         return Share(self.group, self.shape, self.dim, self.positions_by_rank[self.rank])
 
     def tile_refusal(self, quantizer: Quantizer) -> Refusal | None:
-        """Return the refusal of a cut that divides a quantizer's tile; None if all cuts lie between tiles."""
+        """Return the error for a cut that divides a tile of a quantizer; None if all cuts are between tiles."""
         return None if self.share is None else tile_refusal(quantizer, self.shape, self.dim, self.positions_by_rank)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Copy this rank's share out of a whole tensor; codes and scales if the tensor is quantized."""
+        """Copy this rank's shard out of a whole tensor; of a quantized tensor, its codes and scales."""
         if isinstance(tensor, QuantizedTensor):
             share = self.share
             return tensor.clone() if share is None else cut_share(tensor, share)
@@ -280,13 +288,15 @@ def record_cut(module: nn.Module, name: str, cut: ParameterCut) -> None:
 
 
 def cuts_of(module: nn.Module) -> Mapping[str, ParameterCut]:
-    """Return parameter name -> cut, for a module's own parameters; empty if the module is not cut."""
+    """Return parameter name -> cut, for the parameters directly in a module; empty if the module is not cut."""
     by_name: Mapping[str, ParameterCut] = module.__dict__.get(CUTS, {})
     return by_name
 
 
 def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterCut]]:
-    """Yield (name, parameter, cut) for each parameter of a cut model; a tied parameter only under its first name."""
+    """Yield (name, parameter, cut) for each parameter of a cut model; a tied parameter is yielded under its first name
+    only.
+    """
     yielded: set[int] = set()
     for path, module in model.named_modules():
         for name, cut in cuts_of(module).items():
@@ -297,10 +307,11 @@ def cut_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parame
 
 
 def sums_outputs(module: nn.Module) -> bool:
-    """Return whether ranks with the same outputs of a layer sum the outputs' gradients, not the parameters' gradients.
+    """Return whether ranks that compute the same outputs of a layer sum the outputs' gradients, and not the parameters'
+    gradients.
 
-    They do if these gradients are quantized before they are multiplied: then the sum is quantized, as on
-    a single rank, not each rank's term.
+    They sum the outputs' gradients if these gradients are quantized before they are multiplied. Then the sum is
+    quantized, as on a single rank, and not the term of each rank.
     """
     cut, weight = cuts_of(module).get(WEIGHT), module._parameters.get(WEIGHT)
     if cut is None or weight is None or not cut.shared:
@@ -310,7 +321,7 @@ def sums_outputs(module: nn.Module) -> bool:
 
 
 def local(module: nn.Module, name: str) -> Tensor | None:
-    """Return this rank's part of a parameter, with which the rank computes."""
+    """Return this rank's shard of a parameter, with which the rank computes."""
     parameter = module._parameters[name]
     if parameter is None:
         return None
@@ -327,7 +338,7 @@ def replace_parameter(parameter: nn.Parameter, cut: ParameterCut, *, dtensor: bo
     Args:
         parameter: the whole parameter.
         cut: how the parameter is cut.
-        dtensor: make a DTensor, if a DTensor's placements can describe the cut.
+        dtensor: whether to create a DTensor, if placements of a DTensor can describe the cut.
     """
     if isinstance(parameter, DTensor):
         return _within(parameter, cut)
@@ -351,8 +362,8 @@ def _within(parameter: nn.Parameter, cut: ParameterCut) -> nn.Parameter:
 
 
 def mark_parts(module: nn.Module) -> None:
-    """Mark each parameter of a module with the part of the whole parameter that it is, unless the parameter is a
-    DTensor that describes this part.
+    """Mark each parameter of a module with the part of the whole parameter that it is; DTensors that describe their
+    part are skipped.
     """
     for name, cut in cuts_of(module).items():
         parameter = module._parameters[name]
@@ -374,46 +385,46 @@ def cut_positions(cut: ParameterCut) -> tuple[Intervals, ...]:
 
 @dataclass(slots=True)
 class _Sum:
-    """Sum of squares of the gradients whose parts are divided over the same ranks."""
+    """Sum of the squared gradients of all parameters that are divided over the same ranks."""
 
     squares: Tensor
-    """Sum of squares on this rank; after `reduce`, over all ranks."""
+    """Sum of squares on this rank; after `reduce` was called, over all ranks."""
     last: dist.ProcessGroup | None
-    """Ranks over which experts are divided; reduced last, because ranks without experts take part in this group but
-    in no other.
+    """Ranks over which experts are divided. The sum is reduced over these ranks last, because ranks without experts
+    take part in this reduction but in no other.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    """All groups but `last`, in the order in which all ranks reduce over them."""
+    """Ranks -> process group, for all groups except `last`, in the order in which all ranks reduce over them."""
 
     def add_groups(self, groups: list[dist.ProcessGroup]) -> None:
-        """Add groups of ranks that have other parts of the same parameters."""
+        """Add process groups of ranks that have different parts of the same parameters."""
         last_ranks = None if self.last is None else dist.get_process_group_ranks(self.last)
         ranks_of_groups = ((dist.get_process_group_ranks(group), group) for group in groups)
         self.groups |= {tuple(ranks): group for ranks, group in ranks_of_groups if ranks != last_ranks}
 
     def reduce(self) -> Tensor:
-        """Return the sum over all ranks."""
+        """Return the sum over the ranks of all groups."""
         for group in (*self.groups.values(), *([] if self.last is None else [self.last])):
             dist.all_reduce(self.squares, group=group)
         return self.squares
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the gradients of a cut model to a 2-norm, in place; all ranks that have a part of the model must call this.
+    """Limit the 2-norm of a cut model's gradients, in place; all ranks that have a part of the model must call this.
 
-    `torch.nn.utils.clip_grad_norm_` does the same if all parameters are DTensors on one mesh. If only some are, torch's
-    function raises; if none are, it would mistake this rank's part for the whole model.
+    `torch.nn.utils.clip_grad_norm_` does the same if all parameters are DTensors on one mesh. If only some parameters
+    are DTensors, torch's function raises; if none are, it would treat this rank's shards as the whole model.
 
     Args:
         model: a model cut by `tensor_parallel`; its experts may be divided, and `fully_shard` may have sharded it.
-        max_norm: the largest 2-norm.
+        max_norm: the maximum 2-norm.
 
     Returns:
         The norm of all gradients before clipping.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a model that `tensor_parallel` has not cut, and for parameters added
-            after the cut.
+        Refused: with the code UNSUPPORTED if `tensor_parallel` has not cut the model, or parameters were added after
+            the cut.
     """
     mark_all(model)
     trained = [(name, parameter, cut) for name, parameter, cut in cut_parameters(model) if parameter.grad is not None]
@@ -433,7 +444,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     dense_sum, expert_sums = _Sum(zero.clone(), None), {layer.ep: _Sum(zero.clone(), _group(layer)) for layer in layers}
     sum_of_parameter = {id(parameter): expert_sums[layer.ep] for layer in layers for parameter in layer.parameters()}
     for total in (dense_sum, *expert_sums.values()):
-        total.add_groups([trained[0][2].group])  # tensor-parallel ranks first: all ranks must reduce in one order
+        total.add_groups([trained[0][2].group])  # all ranks must reduce in the same order
     rank, grads = dist.get_rank(), []
     for name, parameter, cut in trained:
         grad, counts_here, sum_of_squares = parameter.grad, True, sum_of_parameter.get(id(parameter), dense_sum)

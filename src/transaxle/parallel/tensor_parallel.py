@@ -1,22 +1,23 @@
-"""Tensor parallelism: cuts a model whose family has a table of tensor names over the ranks of a mesh.
+"""Tensor parallelism: cuts a model over the ranks of a mesh, by the table of mapping rules of the model's family.
 
-**Cut modules** have a class derived from the module's own class, with a forward around the original. During forward,
-`self.weight` is this rank's part as an ordinary tensor; at any other time it is the parameter, which is a DTensor if a
-DTensor can describe how it is cut.
+**Cut modules** have a class derived from the module's own class, with a forward around the original forward. During
+forward, `self.weight` is this rank's shard as an ordinary tensor. At any other time, `self.weight` is the parameter,
+which is a DTensor if a DTensor can describe how it is cut.
 
-**Guards** refuse calls in which torch would take a rank's part of a parameter for the whole. DeepSpeed needs ordinary
-tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such a tensor as if it were the
-whole parameter, so that only one rank's part would be saved. Optimizer moments of a part are ordinary tensors too, and
-nothing marks them as parts. But torch's `get_optimizer_state_dict` asks modules for parameter names before it returns;
-that request is refused.
+**Guards** refuse calls in which torch would treat a rank's shard of a parameter as the whole parameter. DeepSpeed needs
+ordinary tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such an ordinary tensor as
+if it were the whole parameter, so that only one rank's shard would be saved. Optimizer moments of a shard are ordinary
+tensors too, and nothing marks them as shards. But torch's `get_optimizer_state_dict` calls a function of the modules to
+get parameter names; this call is refused.
 
-**Proven model types.** A table says which axes may be cut, but not how a model computes between its layers: statistics
-over a cut axis, or heads that work in pairs, make a cut model compute wrong results without an error. So each model
-type of transformers is tried; types with the same logits and gradients when cut are listed in the package.
+**Proven model types.** The table of a family lists which axes may be cut, but not how a model computes between its
+layers. Statistics over a cut axis, or heads that work in pairs, make a cut model compute wrong results without an
+error. So tests try each model type of transformers. The package lists the types whose logits and gradients are the same
+when they are cut.
 
-**Dropout** of activations that are equal on all ranks must drop the same elements on each. Every rank has its own
-random generator, and attention dropout on uneven heads makes generators diverge even after equal seeds. Ranks that drop
-different elements of a residual stream would compute different models.
+**Dropout** of activations that are equal on all ranks must drop the same elements on each rank. Every rank has its own
+random generator, and attention dropout on uneven heads makes generators diverge even after equal seeds. Ranks that
+dropped different elements of a residual stream would compute different models.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ from transaxle.torch_tensors import (
 _CONFIG = "config"
 _EXPERTS, _EAGER = "_experts_implementation", "eager"
 _ALIGNED, _NARROWEST = 16, 2
-"""(`torch.nn.functional.grouped_mm` needs rows and columns of a multiple of this many bytes; bytes of a bf16 element,
-with which even a fp32 model computes under autocast).
+"""`_ALIGNED`: `torch.nn.functional.grouped_mm` needs rows and columns whose size is a multiple of this many bytes.
+`_NARROWEST`: bytes of a bf16 element; under autocast, even a fp32 model computes in bf16.
 """
 _NOW = "_transaxle_computing"
 
@@ -153,7 +154,7 @@ class _Region(nn.Module):
 
 class _Grouped(nn.Module):
     def positions(self, name: str) -> Positions:
-        """Return, for each dim of a whole parameter, the indices that this rank has; see `GroupedLinear`."""
+        """Return, for each dim of a whole parameter, the indices that this rank has (see `GroupedLinear.positions`)."""
         mark_all(self)
         parameter, rank = self._parameters[name], dist.get_rank()
         assert parameter is not None
@@ -198,8 +199,8 @@ _CLASSES_BY_KEY: dict[tuple[type, Role, tuple[str, ...]], type[nn.Module]] = {}
 
 
 def _class(kind: type[nn.Module], role: Role, names: tuple[str, ...]) -> type[nn.Module]:
-    """Return the class of a cut module, derived from the module's class; during forward the module's parameters are
-    this rank's parts.
+    """Return the class of a cut module, derived from the module's class; during forward, the module's parameters are
+    this rank's shards.
     """
 
     def read(name: str) -> property:
@@ -213,11 +214,11 @@ def _class(kind: type[nn.Module], role: Role, names: tuple[str, ...]) -> type[nn
 
 
 def cut_module(module: nn.Module, role: Role) -> None:
-    """Change a module in place so that it computes with this rank's parts of its parameters.
+    """Change a module in place so that it computes with this rank's shards of its parameters.
 
     Args:
         module: a module whose own parameters are already cut and recorded (`cutting.record_cut`).
-        role: the module's role.
+        role: how the module computes with shards (see `Role`).
     """
     names = tuple(sorted(cuts_of(module)))
     module.__class__ = _class(type(module), role, names)
@@ -240,7 +241,9 @@ def cut_module(module: nn.Module, role: Role) -> None:
 
 
 def _align(module: nn.Module) -> None:
-    """Let stacked experts compute one by one if torch's grouped products do not support their row length."""
+    """Let stacked experts be multiplied one by one, if torch's grouped products do not support the length of their
+    rows.
+    """
     config = module.__dict__.get(_CONFIG)
     parts = [part for name in cuts_of(module) if (part := local(module, name)) is not None]
     widths = ((size, min(part.element_size(), _NARROWEST)) for part in parts for size in part.shape[1:])
@@ -250,18 +253,18 @@ def _align(module: nn.Module) -> None:
 
 
 class LocalConfig:
-    """A model's config as one rank's modules see it: numbers of heads and similar settings are those of the rank.
+    """A model's config in the view of one rank's modules: numbers of heads and similar settings are those of the rank.
 
     Args:
-        config: the model's config; later changes of the model's config are visible in the `LocalConfig`.
-        local: the values that differ on this rank.
+        config: the model's config; later changes of it are visible in the `LocalConfig`.
+        local: setting -> value, for the settings whose values differ on this rank.
     """
 
     def __init__(self, config: Any, local: Mapping[str, Any]) -> None:
         self._config, self._own = config, dict(local)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the local value of a setting or, if there is none, the config's value."""
+        """Return the local value of a setting or, if there is no local value, the config's value."""
         if name.startswith("__") or "_own" not in self.__dict__:
             raise AttributeError(name)
         return self._own[name] if name in self._own else getattr(self._config, name)
@@ -276,7 +279,7 @@ def count_heads(module: nn.Module, whole: tuple[int, int], local: tuple[int, int
     """Set the numbers of heads of an attention module to this rank's numbers.
 
     Args:
-        module: attention module of transformers; the numbers are attributes of the module or of its config.
+        module: attention module of transformers, whose own attributes or config contain the numbers.
         whole: numbers of query heads, and of key and value heads, in the whole model.
         local: numbers of query heads, and of key and value heads, on this rank.
     """
@@ -306,10 +309,10 @@ class _Ranks:
     """The ranks on which dropout must drop the same elements."""
 
     mesh: DeviceMesh
-    """Mesh of these ranks, with one dim."""
+    """Mesh of the ranks, with one dim."""
 
     def __deepcopy__(self, _: Any) -> _Ranks:
-        """Return the same object: a copy of the model is on the same mesh."""
+        """Return the same object, because a copy of the model is on the same mesh."""
         return self
 
 
@@ -335,7 +338,7 @@ def drop_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
-    """Yield a refusal for each source of noise that would differ between ranks that compute the same values."""
+    """Yield an error for each source of noise that would differ between ranks that compute the same values."""
     for path, module in model.named_modules():
         for name in _NOISE:
             if getattr(module, name, None):
@@ -353,43 +356,45 @@ def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
 
 
 def _is_between(module: nn.Module, model: nn.Module, plan: Plan) -> bool:
-    """Return whether a module contains cut layers: between these layers, activations and dropout may differ by rank."""
+    """Return whether a module contains cut layers, between which activations, and so their dropout, may differ
+    by rank.
+    """
     names = {child: path for path, child in model.named_modules()}
     return any(plan.roles.get(names[child], Role.LOCAL) is not Role.LOCAL for child in module.children())
 
 
 class LocalPart(torch.Tensor):
-    """A rank's part of a parameter, or a tensor computed from a part; refuses `torch.distributed.checkpoint`."""
+    """A rank's shard of a parameter, or a tensor computed from a shard; `torch.distributed.checkpoint` is refused."""
 
     def new_empty(self, *args: Any, **kwargs: Any) -> LocalPart:
-        """Return an uninitialized tensor of the same class, as `deepcopy` needs."""
+        """Return an uninitialized tensor of the same class, as `deepcopy` requires."""
         empty: LocalPart = super().new_empty(*args, **kwargs).as_subclass(LocalPart)
         return empty
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary tensor."""
+        """Pickle the tensor as an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __create_write_items__(self, name: str, value: Any) -> NoReturn:
-        """Refuse to be saved.
+        """Refuse that `torch.distributed.checkpoint` saves the tensor.
 
         Raises:
-            Refused: with the code UNSUPPORTED, always.
+            Refused: with the code UNSUPPORTED, in every call.
         """
         raise _refusal(name, self)
 
     def __create_chunk_list__(self) -> NoReturn:
-        """Refuse to be loaded.
+        """Refuse that `torch.distributed.checkpoint` loads into the tensor.
 
         Raises:
-            Refused: with the code UNSUPPORTED, always.
+            Refused: with the code UNSUPPORTED, in every call.
         """
         raise _refusal(None, self)
 
 
 NAMES_HOOK = "_fqn_modifiers"
-"""Name of a module attribute that only `torch.distributed.checkpoint.state_dict` looks up and calls."""
+"""Name of a module attribute that only `torch.distributed.checkpoint.state_dict` reads and calls."""
 _OPTIMIZER = "_get_optim_state_dict"
 """Name of torch's function that collects an optimizer's state."""
 _MODEL, _FULL = "_get_model_state_dict", "full_state_dict"
@@ -400,20 +405,21 @@ _METHODS = {
     "save_pretrained": 'Call tx.save(model, path, to="hf") instead.',
     "resize_token_embeddings": "Resize the embeddings before the model is cut.",
 }
-"""Method of a transformers model that would mistake a rank's part for the whole -> hint with an alternative."""
+"""Method of a transformers model that would treat a rank's shards as whole parameters -> hint with an alternative."""
 
 
 def no_names(name: str, *, always: bool) -> Mapping[str, str]:
-    """Function for the `NAMES_HOOK` attribute of a module with parts: refuses torch's calls that would misread parts.
+    """Refuse calls in which torch would misread shards; a module with shards has this function as its `NAMES_HOOK`
+    attribute.
 
     Args:
-        name: name of a parameter in the module of which the rank has a part.
-        always: refuse weights too; False if the module's state dict describes the parts.
+        name: name of a parameter in the module of which the rank has a shard.
+        always: whether to refuse weights too; False if the module's state dict describes the shards.
 
     Raises:
-        Refused: with the code UNSUPPORTED if torch would misread a part.
+        Refused: with the code UNSUPPORTED if torch would misread a shard.
     """
-    caller = sys._getframe(2)  # the frame of torch's function that looks up the names
+    caller = sys._getframe(2)  # the stack frame of torch's function that reads the names
     asks = caller.f_code.co_name
     whole = asks == _MODEL and getattr(caller.f_locals.get("info"), _FULL, False)
     if not always and asks != _OPTIMIZER and not whole:
@@ -423,7 +429,7 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
 
 
 def refuse_methods(model: nn.Module) -> None:
-    """Make a cut model refuse calls of methods that would mistake parts for whole parameters."""
+    """Make a cut model refuse calls of methods that would treat shards as whole parameters."""
     for name, hint in _METHODS.items():
         if hasattr(model, name):
             model.__dict__[name] = partial(_no_method, name, hint)
@@ -442,21 +448,22 @@ def _refusal(name: str | None, tensor: torch.Tensor) -> TransaxleError:
 
 
 RECORD_NAME = "proven_types.json"
-"""File with the proven model types; `python -m tests.oracles.every_cut` writes it."""
+"""File with the proven model types, which `python -m tests.oracles.every_cut` writes."""
 _OWNER = "transformers.models."
 
 
 @cache
 def proven_types() -> frozenset[str]:
-    """Return the model types for which tests have shown that a cut model computes the same as a whole one."""
+    """Return the model types for which tests have shown that a cut model computes the same as a whole model."""
     return frozenset(json.loads(files(__package__).joinpath(RECORD_NAME).read_text("utf-8"))["types"])
 
 
 def check_type(model: nn.Module) -> None:
-    """Refuse a transformers model whose type is not proven; other models are accepted at the user's own risk.
+    """Refuse a transformers model whose type is not proven; models of other libraries are accepted at the user's own
+    risk.
 
     Raises:
-        Refused: with the code UNSUPPORTED if the type is not proven.
+        Refused: with the code UNSUPPORTED if the model type is not proven.
     """
     if not any(type(module).__module__.startswith(_OWNER) for module in model.modules()):
         return
@@ -475,34 +482,36 @@ _SAMPLE = 64
 def tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Literal["auto"] | Rules = "auto", *, dtensor: bool = True
 ) -> nn.Module:
-    """Cut a model over the ranks of a mesh, in place; every rank of the mesh must call this.
+    """Cut a model over the ranks of a mesh, in place; every rank of the mesh must call this function.
 
-    Every rank passes the same whole model (on the meta device if weights are loaded afterwards) and keeps its part.
-    Parameters whose values differ between ranks, as in models built without a seed, get the first rank's values.
-    Inputs and outputs keep their shapes and are equal on all ranks. The family's table says which axes may be cut.
+    Every rank passes the same whole model (on the meta device if weights are loaded afterwards) and keeps its shards.
+    Parameters whose values differ between ranks, as in models built without a seed, get the first rank's values. Inputs
+    and outputs keep their shapes and are equal on all ranks. The table of the model's family determines which axes may
+    be cut.
 
     Args:
-        model: a model of a family that has a table, not sharded yet except for experts divided over another mesh. Codes
-            and scales of a quantized model are cut without requantizing.
+        model: a model of a family that has a table of mapping rules. It must not be sharded yet, except that experts
+            may be divided over a different mesh. Codes and scales of a quantized model are cut without quantizing
+            again.
         mesh: a mesh of one dim with the tensor-parallel ranks.
-        plan: `auto`, or a mapping of module paths (`*` stands for one part of a path) to kinds of cut: `column`, `row`,
-            `vocabulary`, `hidden`, `replicate`, or a pair of a kind and the rows of each rank. Modules without an entry
-            are cut as `auto` cuts them.
-        dtensor: make parameters DTensors on the mesh if a DTensor can describe the cut. The rest are ordinary tensors
-            with this rank's part, which `model.state_dict()` describes. If False, all are ordinary tensors, in
-            state dicts too, as DeepSpeed's engine needs; then only `tx.save` and `tx.load` can handle the model, and
-            `torch.distributed.checkpoint` is refused.
+        plan: `auto`, or a mapping of module paths (`*` matches one segment of a path) to kinds of cut. A kind is
+            `column`, `row`, `vocabulary`, `hidden` or `replicate`, or a pair of a kind and the rows of each rank.
+            Modules without an entry are cut as `auto` cuts them.
+        dtensor: whether parameters become DTensors on the mesh, if a DTensor can describe the cut. The remaining
+            parameters are ordinary tensors with this rank's shard, which `model.state_dict()` describes. If False, all
+            parameters are ordinary tensors, in state dicts too, as DeepSpeed's engine requires. Then only `tx.save` and
+            `tx.load` can handle the model, and `torch.distributed.checkpoint` is refused.
 
     Returns:
-        The model.
+        The cut model.
 
     Raises:
         UsageError: with the code UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS if no table, or no single table, fits the
             model.
-        Refused: before anything is changed, with every problem: cuts that the table does not allow, or that go through
-            a head or a tile of a quantized parameter (BLOCK_MISALIGNED); missing or unknown modules; parameters that
-            the table does not have; ranks whose plan differs from the first rank's; a transformers model whose type is
-            not among those that were shown to compute the same when cut.
+        Refused: before anything is changed, with every problem. The table may not allow a cut, or the cut may go
+            through a head or a tile of a quantized parameter (BLOCK_MISALIGNED). Modules may be missing or unknown. The
+            table may lack a parameter. The plan of a rank may differ from the first rank's plan. A transformers model's
+            type may not be among the proven types.
     """
     if not isinstance(mesh, DeviceMesh):
         raise wrong_type("mesh", "a DeviceMesh of one dim", mesh)
@@ -529,7 +538,9 @@ def tensor_parallel(
 
 
 def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None:
-    """Refuse experts that are already divided over the mesh's ranks, and experts that cannot be ordinary tensors."""
+    """Refuse experts that are already divided over the mesh's ranks, and stacked experts that cannot be ordinary
+    tensors.
+    """
     problems = []
     for path, module in model.named_modules():
         if not isinstance(module, GroupedLinear) or module.ep is None:
@@ -563,7 +574,7 @@ def _check_ties(model: nn.Module, plan: Plan) -> None:
 
 
 def _check_tiles(model: nn.Module, plan: Plan) -> None:
-    """Refuse cuts of quantized parameters that divide a tile."""
+    """Refuse cuts of quantized parameters that divide a tile (block with one scale)."""
     problems: list[Refusal] = []
     for cut in plan.cuts:
         parameter: torch.Tensor | None = model.get_submodule(cut.weight.module)._parameters[cut.weight.parameter_name]
@@ -578,8 +589,8 @@ def _check_tiles(model: nn.Module, plan: Plan) -> None:
 
 
 def _check_ranks(model: nn.Module, plan: Plan, world: World) -> list[str]:
-    """Refuse ranks whose plan differs from the first rank's; return the names of the parameters whose values differ
-    from the first rank's.
+    """Refuse ranks whose plan differs from the first rank's plan; return the names of the parameters whose values
+    differ.
     """
     crcs: dict[str, tuple[int, int | None]] = {}
     for cut in plan.cuts:
@@ -620,7 +631,9 @@ def _share_values(model: nn.Module, names: Iterable[str], world: World) -> None:
 
 
 def _first_values(parameter: torch.Tensor) -> int | None:
-    """Return a checksum of a parameter's first values; None on the meta device, 0 for codes (never compared)."""
+    """Return a checksum of a parameter's first values; None on the meta device, 0 for quantized codes (never
+    compared).
+    """
     row = local_of(parameter).detach()
     if row.is_meta:
         return None
@@ -673,7 +686,7 @@ def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
 
 
 def _as_alone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Make `torch.distributed.checkpoint` refuse tensors that it would mistake for whole parameters."""
+    """Make `torch.distributed.checkpoint` refuse tensors in a state dict that it would treat as whole parameters."""
     mark_all(module)
     for name, _part in parts_in(module):
         value, parameter = state.get(prefix + name), module._parameters[name]
@@ -685,16 +698,18 @@ def _as_alone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
 
 
 def _entries(parameter: torch.Tensor, state: dict[str, Any], name: str) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, entry) of a quantized part in a state dict; each entry is marked with its part of the whole."""
+    """Return (name, entry) pairs of a quantized shard in a state dict; each entry is marked with its part of
+    the whole.
+    """
     parts = ((name + suffix, Part(*part)) for suffix, part in parts_of(parameter).items())
     return [(key, mark(state[key].detach(), part)) for key, part in parts]
 
 
 def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace whole tensors, or tensors that describe their parts, in a state dict by this rank's parts.
+    """Replace whole tensors, or tensors that describe their parts, in a state dict by this rank's shards.
 
-    Without this, torch would put whole tensors in place of this rank's parts (`assign=True`). Quantized parameters are
-    left out, because `QuantizedEntries` loads them.
+    Without this hook, torch would replace this rank's shards by whole tensors (`assign=True`). Quantized parameters are
+    omitted, because `QuantizedEntries` loads them.
     """
     for name, cut in cuts_of(module).items():
         value, parameter = state.get(prefix + name), module._parameters[name]
@@ -707,6 +722,6 @@ def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _place_part(value: torch.Tensor, cut: ParameterCut, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, with the placements of the parameter that it is for."""
-    of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # otherwise a tensor of this rank's part
+    """Return this rank's shard of a whole tensor, with the placements of the parameter to which it belongs."""
+    of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # otherwise `value` is this rank's shard
     return place_like(parameter, take(value if of_whole else cut.take(value), positions_of(parameter)))

@@ -1,13 +1,12 @@
 """The plan of a tensor-parallel model: how each parameter is cut over the ranks, and the role of each module.
 
-The model is read through its family's table of tensor names, which says which logical tensors each parameter contains
-and which axes may be cut in which dims; the user's rules only choose among these cuts. Modules
-between which activations of a cut axis flow (q, k, v and o of one layer) form a group: all are cut alike or not at
-all.
+The table of mapping rules of a model's family lists which logical tensors each parameter contains, and which axes may
+be cut in which dims. The user's rules only choose among these cuts. Modules between which activations of a cut axis
+flow (q, k, v and o of one layer) form a group: either all modules of the group are cut alike, or none is cut.
 
 An index of an axis is never split: one index of `g` is a group of query heads with the key and value head that they
-share. If there are more ranks than such groups of heads, several ranks share a group: each rank has some of the query
-heads, and all these ranks have the key and value head.
+share. If there are more ranks than such groups of heads, several ranks share a group. Each of these ranks has some of
+the group's query heads, and all of them have the key and value head.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ class Option:
     """A way in which a parameter may be cut."""
 
     axis: str
-    """The axis that is divided over ranks."""
+    """Name of the axis that is divided over ranks."""
     dim: int
-    """The tensor's dim that contains the axis."""
+    """Index of the tensor's dim that contains the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of one module, as described by the table."""
+    """One parameter of one module, as the family's mapping rules describe it."""
 
     module: str
     """Path of the module that owns the parameter."""
@@ -55,13 +54,13 @@ class Weight:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     expression: Expression
-    """The logical tensors that the parameter contains, and how."""
+    """The layout expression of the parameter: which logical tensors it contains, in which dims."""
     index: tuple[tuple[str, int], ...]
-    """Axis in the tensor name -> index of this parameter, such as its layer."""
+    """Pairs of an axis that is numbered in the tensor's name, and the index of this parameter, such as its layer."""
     sizes: Mapping[str, int]
     """Axis -> size of the axis in this layer."""
     options: tuple[Option, ...]
-    """The possible cuts of the parameter; `auto` takes the first."""
+    """The possible cuts of the parameter; the plan `auto` uses the first."""
 
     @property
     def name(self) -> str:
@@ -71,26 +70,26 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A model's parameters as described by its family's table."""
+    """A model's parameters, as the mapping rules of the model's family describe them."""
 
     family: Family
     """The model's family."""
     weights: tuple[Weight, ...]
-    """Every parameter of every module; a tied parameter occurs once for each module."""
+    """Every parameter of every module; a tied parameter occurs once for each module that has it."""
 
 
 def read(model: nn.Module) -> Reading:
-    """Read a model's parameters through the table of its family.
+    """Find the mapping rules of a model's family that describe its parameters.
 
     Args:
-        model: the whole model, equal on every rank, of a family that has a table; its config gives the sizes.
+        model: the whole model, equal on every rank; its family must have a table, and its config determines the sizes.
 
     Raises:
         UsageError: with the code UNKNOWN_FAMILY, AMBIGUOUS or UNKNOWN_AXIS if no table, or no single table, fits the
             model.
-        Refused: with the code UNSUPPORTED for parameters that are sharded or quantized already, and for tables without
-            `cut`; with the code UNEXPECTED_TENSOR for parameters that are not in the table; with the code
-            SHAPE_MISMATCH for other shapes than its.
+        Refused: with the code UNSUPPORTED if parameters are already sharded or quantized, or the table has no `cut`
+            statement; with the code UNEXPECTED_TENSOR if the table lacks a parameter; with the code SHAPE_MISMATCH if a
+            parameter has a different shape than in the table.
     """
     config = _config(model)
     owners = {f"{path}.{name}" if path else name: (path, name) for path, name in _parameters(model)}
@@ -150,12 +149,12 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _is_shared_out(owner: nn.Module, parameter: DTensor) -> bool:
-    """Return whether only expert parallelism has cut a parameter."""
+    """Return whether a parameter has been cut by expert parallelism alone."""
     return isinstance(owner, GroupedLinear) and owner.ep is not None and parameter.device_mesh == owner.ep
 
 
 def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Mapping[str, int]) -> Iterator[Refusal]:
-    """Yield the reasons why a parameter cannot be cut along any axis."""
+    """Yield an error for each reason why a parameter cannot be cut along any axis."""
     where, shape = Where(None, name), list(parameter.shape)
     missing = sorted(axis for axis in expression.axes if axis not in sizes)
     if missing:
@@ -171,7 +170,9 @@ def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Ma
 
 
 def _options(expression: Expression, cuts: tuple[Cuttable, ...]) -> Iterator[Option]:
-    """Yield the cuts that a table allows for a tensor; a `cut` statement must apply to all logical tensors in it."""
+    """Yield the cuts that a table allows for a tensor; a `cut` statement must apply to all logical tensors in the
+    tensor.
+    """
     for cut in cuts:
         if len(cut.axes) > 1 or (cut.tensors is not None and not cut.tensors.issuperset(expression.components)):
             continue
@@ -185,9 +186,9 @@ class Shares:
     """How an axis is divided over ranks."""
 
     axis: str
-    """The axis."""
+    """Name of the axis that is divided."""
     ranges: tuple[Ranges, ...]
-    """For each rank, its indices of the axis, and indices of the inner axis if several ranks share an index."""
+    """For each rank, its range of indices along the axis, and along the inner axis if several ranks share an index."""
 
 
 def share_out(
@@ -196,18 +197,19 @@ def share_out(
     """Divide an axis over ranks.
 
     Args:
-        axis: the axis.
+        axis: name of the axis to divide.
         sizes: axis -> size.
         ranks: tensor-parallel degree.
         inner: axis inside `axis` that several ranks may divide if they share an index; None means no such axis.
-        widths: number of indices for each rank, if the user gives these numbers.
+        widths: number of indices of each rank, if the user specified these numbers; otherwise None.
 
     Returns:
-        The chunks of `torch.chunk`; if these leave a rank nothing, shares whose sizes differ by at most one.
+        The ranges of `torch.chunk`. If these would leave a rank without indices, ranges whose sizes differ by at most
+        one.
 
     Raises:
-        Refused: with the code SHAPE_MISMATCH if a rank would have nothing, or `widths` do not sum to the size of the
-            axis.
+        Refused: with the code SHAPE_MISMATCH if a rank would have no index, or the sum of `widths` is not the size of
+            the axis.
     """
     count = sizes[axis]
     if widths is not None:
@@ -249,22 +251,22 @@ Rules = Mapping[str, "Kind | tuple[Kind, Sequence[int]]"]
 """Path of a module (`*` matches one segment) -> kind of cut, or a pair of the kind and the rows of each rank."""
 _DIMS: Mapping[Kind, int | None] = {"column": 0, "vocabulary": 0, "row": 1, "hidden": 1, "replicate": None}
 Group = tuple[str, tuple[tuple[str, int], ...]]
-"""A cut axis and the index of the layer; activations of the axis flow between the modules of a group."""
+"""A cut axis, and the index of the layer as `(axis, index)` pairs; its activations flow between the group's modules."""
 
 
 class Role(Enum):
-    """Task of a cut module in addition to its own forward."""
+    """How a cut module computes, in addition to its own forward."""
 
     LOCAL = auto()
-    """No additional task: the module's own forward computes with this rank's parts."""
+    """No addition: the module's own forward computes with this rank's shards."""
     COLUMN = auto()
-    """The module's input is whole on every rank; its output is only this rank's part."""
+    """The module's input is whole on every rank; its output is only this rank's slice."""
     GATHERED = auto()
     """Like `COLUMN`, but the ranks' outputs are joined into the whole output."""
     ROW = auto()
-    """The module's input is only this rank's part; the ranks' results are summed."""
+    """The module's input is only this rank's slice; the ranks' results are summed."""
     SLICED = auto()
-    """Like `ROW`, but the input is whole, and each rank takes its part of the input."""
+    """Like `ROW`, but the module's input is whole, and each rank uses its own slice of the input."""
     VOCABULARY = auto()
     """The embedding looks up the words that this rank has; the ranks' results are summed."""
     HIDDEN = auto()
@@ -272,21 +274,21 @@ class Role(Enum):
     REGION = auto()
     """The cut axis occurs only inside the module: its input is whole, and the ranks' results are summed."""
     GROUPED_COLUMN = auto()
-    """Like `COLUMN`, for every expert's layer."""
+    """Like `COLUMN`, for every expert's layer in a grouped linear layer."""
     GROUPED_ROW = auto()
-    """Like `ROW`, for every expert's layer."""
+    """Like `ROW`, for every expert's layer in a grouped linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one parameter is cut."""
+    """How one parameter is cut over the ranks."""
 
     weight: Weight
-    """The parameter."""
+    """The parameter that is cut."""
     option: Option | None
     """The axis and dim along which the parameter is cut; None if every rank has the whole parameter."""
     positions_by_rank: tuple[Intervals, ...]
-    """For each rank, the indices along the cut dim that it has."""
+    """For each rank, the indices along the cut dim that the rank has."""
     shares: Shares | None
     """How the cut axis is divided over ranks; None if every rank has the whole parameter."""
     inside: bool
@@ -296,7 +298,7 @@ class Cut:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut; 0 for a parameter that is not cut."""
+        """Index of the dim that is cut; 0 for a parameter that is not cut."""
         return 0 if self.option is None else self.option.dim
 
     @property
@@ -313,9 +315,9 @@ class Heads:
     module: str
     """Path of the module."""
     whole: tuple[int, int]
-    """Numbers of query heads, and of key and value heads, in the whole model."""
+    """Numbers of query heads, and of key-value heads, in the whole model."""
     local: tuple[tuple[int, int], ...]
-    """For each rank, its numbers of query heads, and of key and value heads."""
+    """For each rank, its numbers of query heads and of key-value heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,23 +329,23 @@ class Plan:
     cuts: tuple[Cut, ...]
     """The cut of every parameter."""
     roles: Mapping[str, Role]
-    """Path of a module -> its role."""
+    """Path of a module -> how the module computes with shards."""
     heads: tuple[Heads, ...]
-    """The attention modules, with their numbers of heads."""
+    """The attention modules, each with its numbers of heads."""
 
 
 def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | None) -> Plan:
-    """Plan how a model is cut.
+    """Plan how a model is cut over the ranks.
 
     Args:
         model: the model.
-        reading: the model's parameters, as its family's table describes them.
+        reading: the model's parameters, as the family's mapping rules describe them.
         ranks: tensor-parallel degree.
-        rules: the cuts that the user wants; None means the table's first option for each parameter.
+        rules: the cuts that the user chose; None means the first option of the table for each parameter.
 
     Raises:
-        Refused: with every problem: with the code MISSING_TENSOR for rules for modules that do not exist, UNSUPPORTED
-            for cuts that the table does not allow or that go through a head, and for modules that cannot be cut.
+        Refused: with every problem. The code is MISSING_TENSOR if a rule names a module that does not exist, and
+            UNSUPPORTED if a cut is not allowed by the table or goes through a head, or a module cannot be cut.
     """
     return _Planner(model, reading, ranks, rules or {}).plan()
 
@@ -383,7 +385,7 @@ class _Planner:
     # Methods that apply the user's rules.
 
     def _match_rules(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
-        """Return module -> (rule, kind, rows); if several rules match a module, the last one counts."""
+        """Return module path -> (rule, kind, rows); if several rules match a module, the last rule applies."""
         modules = self._model.named_modules()
         without_experts = [path for path, module in modules if isinstance(module, GroupedLinear) and not module.experts]
         by_module: dict[str, tuple[str, Kind, tuple[int, ...] | None]] = {}
@@ -425,7 +427,7 @@ class _Planner:
     # Groups.
 
     def _groups(self) -> dict[Group, list[Weight]]:
-        """Return group -> parameters; refuse a group of which only some parameters are cut."""
+        """Return group -> parameters; add an error for a group of which only some parameters are cut."""
         groups: dict[Group, list[Weight]] = defaultdict(list)
         for weight in self._weights:
             option = self._chosen[weight.name]
@@ -446,7 +448,7 @@ class _Planner:
         return dict(groups)
 
     def _flows(self, members: Sequence[Weight]) -> bool:
-        """Return whether activations of the group's axis flow from one module to another."""
+        """Return whether activations along the group's axis flow from one module to another."""
         return self._takes(members) and self._gives(members)
 
     def _takes(self, members: Sequence[Weight]) -> bool:
@@ -458,7 +460,7 @@ class _Planner:
         return any(self._is(member, nn.Linear | GroupedLinear) and not self._inward(member) for member in members)
 
     def _inward(self, weight: Weight) -> bool:
-        """Return whether a layer's weight is cut along its input; the only dim of a bias is the output."""
+        """Return whether a layer's weight is cut along the layer's input; the only dim of a bias is the output."""
         return len(weight.shape) > 1 and self._dim(weight) == len(weight.shape) - 1
 
     def _is(self, weight: Weight, kind: type[nn.Module] | UnionType) -> bool:
@@ -469,7 +471,9 @@ class _Planner:
         return None if option is None else option.dim
 
     def _shares(self, group: Group, members: Sequence[Weight]) -> Shares | None:
-        """Return how a group's axis is divided over ranks; None if the division is refused."""
+        """Return how a group's axis is divided over ranks; None if the division is not possible, in which case an error
+        is added.
+        """
         axis, _ = group
         sizes = members[0].sizes
         widths = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
@@ -484,7 +488,7 @@ class _Planner:
             return None
 
     def _indices(self, weight: Weight, axis: str) -> tuple[int, ...] | None:
-        """Return the number of indices of the axis for each rank, from the rows in a module's rule."""
+        """Return the number of indices of the axis for each rank, computed from the rows in the rule for a module."""
         rows = self._rule_of[weight.module][2] if weight.module in self._rule_of else None
         option = self._chosen[weight.name]
         if rows is None or option is None or len(weight.shape) < 2:
@@ -498,7 +502,7 @@ class _Planner:
         return tuple(count // unit for count in rows)
 
     def _inner(self, groups: Mapping[Group, Sequence[Weight]]) -> frozenset[str]:
-        """Return the axes inside a head: axes that exist once for each index of a cut axis."""
+        """Return the axes inside a head, which exist once for each index of a cut axis."""
         inner_axes: set[str] = set()
         for (axis, _), members in groups.items():
             for member in members:
@@ -547,7 +551,7 @@ class _Planner:
     def _heads(
         self, groups: Mapping[Group, Sequence[Weight]], shares: Mapping[Group, Shares | None]
     ) -> Iterator[Heads]:
-        """Yield the attention modules with heads; refuse head axes that the table does not describe."""
+        """Yield the attention modules with heads; add an error for head axes that the table does not describe."""
         for group, members in groups.items():
             axis, _ = group
             nested = [m for m in members if len(axes_in(m.expression.dims[self._dim(m) or 0])) > 1]

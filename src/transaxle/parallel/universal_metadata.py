@@ -1,10 +1,11 @@
-"""DeepSpeed's universal-checkpoint metadata of a cut model: a record for each parameter, a collection for the model.
+"""DeepSpeed's universal-checkpoint metadata of a cut model: one record for each parameter, and a collection for the
+model.
 
 DeepSpeed's engine writes the collection into model and optimizer files, and restores universal checkpoints with the
-records; see the reference, page Universal-checkpoint metadata.
+records. The reference documents both on the page Universal-checkpoint metadata.
 
-The metadata has both forms that DeepSpeed 0.19.8 writes: the affine map, and lists of patterns for older readers.
-Unlike in DeepSpeed, nothing is inferred from names: the caller lists the parameters with padded vocabularies.
+The metadata contains the two forms that DeepSpeed 0.19.8 writes: the affine map, and lists of patterns for older
+readers. Unlike in DeepSpeed, nothing is inferred from names: the caller lists the parameters with padded vocabularies.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from transaxle.parallel.tp_plan import Cut, Shares
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Names of the parameters with one row per word, and the number of words."""
+    """The parameters that have one row per word of a vocabulary, by name, and the number of words."""
 
     names: Collection[str]
     rows: int
-    """Number of words; any further rows of the parameters are padding."""
+    """Number of words; the parameters' rows beyond this number are padding."""
 
 
 def collected(
@@ -43,14 +44,14 @@ def collected(
     """Return the metadata of a model as plain data.
 
     Args:
-        parameters: first name of each parameter -> its record, or its shape if it has no record because every rank has
-            all of it.
+        parameters: first name of each parameter -> its record, or its shape if every rank has the whole parameter, for
+            which there is no record.
         ranks: tensor-parallel degree.
         vocabulary: the model's vocabulary, if it has one.
 
     Raises:
-        Refused: with the code SHAPE_MISMATCH if a record is for another number of ranks than `ranks`, or if a parameter
-            of the vocabulary has fewer rows than the vocabulary has words.
+        Refused: with the code SHAPE_MISMATCH if a record describes a different number of ranks than `ranks`, or if a
+            parameter of the vocabulary has fewer rows than the vocabulary has words.
     """
     faults = Faults()
     replicated, row = [], []
@@ -97,8 +98,8 @@ def collected(
 
 
 def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faults: Faults) -> dict[str, int]:
-    """Return the true and the padded size of a vocabulary; without padding only the true one, like DeepSpeed's
-    AutoTP.
+    """Return the true and the padded size of a vocabulary; without padding only the true size, as DeepSpeed's AutoTP
+    does.
     """
     padded_sizes: dict[int, str] = {}
     for name in vocabulary.names:
@@ -125,7 +126,7 @@ def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faul
 
 _MODEL_PARALLEL = ("tensor_model_parallel", "model_parallel")
 _PARSED = "ds_autotp_parsed"
-"""Attribute that marks a model as cut, so that DeepSpeed's AutoTP does not cut it again."""
+"""Attribute that marks a model as already cut, so that DeepSpeed's AutoTP does not cut it again."""
 
 
 def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
@@ -157,15 +158,17 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
 
 
 def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """Return the metadata of a cut model; also attach this metadata and the records where DeepSpeed looks for them.
+    """Return the metadata of a cut model; also attach the metadata and the records to the attributes that DeepSpeed
+    reads.
 
-    Call it again after sharding the model or giving it storage: both create new parameters, without attached records.
+    Call this function again after sharding the model or giving it storage, because these operations create new
+    parameters without records.
 
     Args:
         model: a model cut by `tensor_parallel`.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a model that `tensor_parallel` has not cut.
+        Refused: with the code UNSUPPORTED if `tensor_parallel` has not cut the model.
     """
     parameters = list(cut_parameters(model))
     if not parameters:

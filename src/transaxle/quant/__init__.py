@@ -1,4 +1,4 @@
-"""Quantized training: tensors that are stored only as codes and scales."""
+"""Quantized training: weights that are stored only as low-precision codes and their scales."""
 
 from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it registers operations and functions of the tensor
 from transaxle.quant.dispatch import linear

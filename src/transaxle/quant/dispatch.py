@@ -1,19 +1,20 @@
-"""What torch operations and functions do with quantized tensors; includes the linear layer.
+"""Defines what torch operations and functions do with quantized tensors; includes the quantized linear layer.
 
-**Operations.** One table serves all encodings. An operation is *raw* (codes and scales are moved, and the result is
-quantized), *dequantizes* (the operation gets the values; the result is a plain tensor) or *raises*. For operations
-not in the table, the schema decides: an operation that writes into a quantized tensor, or returns a view of one,
-raises, because the written values would be lost; any other operation dequantizes.
+**Operations.** One table, `TABLE`, applies to all encodings. An operation is *raw* (codes and scales are moved, and the
+result is quantized), *dequantizes* (the operation is applied to the values; the result is a plain tensor) or *raises*
+an error. For an operation that is not in the table, its schema determines the class. An operation that writes into a
+quantized tensor, or returns a view of one, raises, because the written values would be lost. Any other operation
+dequantizes.
 
-**Collectives** send codes, and scales that are cut like the codes, as bytes.
+**Collectives** send codes as bytes, together with the scales that are cut like the codes.
 
 **The linear layer**, forward and backward. If the device multiplies float8 (`scaled_mm`, from compute capability 8.9
 on) and the weight has one scale, inputs and gradients are quantized too, by current scaling, and all three products are
-float8 with float32 sums. Otherwise the weight is dequantized and multiplied in the input's dtype. With the recipe
-`NVFP4BlockScaling` all operands of all three products are quantized, on every device.
+float8 products with float32 sums. Otherwise the weight is dequantized and multiplied in the input's dtype. With the
+recipe `NVFP4BlockScaling`, all operands of all three products are quantized, on every device.
 
 **Torch functions** above these operations are overridden only if they access a tensor's storage, which is empty in
-quantized tensors, or are not made of operations.
+quantized tensors, or if they are not implemented by operations.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from transaxle.torch_tensors import with_plain_bytes
 
 
 def pad_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
-    """Return a copy with rows of zeros appended, so that it has the given number of rows."""
+    """Return a copy of a quantized tensor with rows of zeros appended, so that it has the given number of rows."""
 
     def pad_buffer(buffer: torch.Tensor) -> torch.Tensor:
         with_padding = torch.zeros((rows, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
@@ -55,13 +56,14 @@ def pad_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
 
 
 def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> QuantizedTensor:
-    """Gather the rows of a matrix, or the matrices of a stack; each rank sends equally many, with padding at its end.
+    """Gather the rows of a matrix, or the matrices of a stack, from all ranks; each rank sends equally many, padded at
+    the end.
 
-    Scales whose tiles span several rows are already on every rank.
+    Scales whose tiles span several rows are already on every rank, so they are not sent.
 
     Raises:
-        Refused: with the code BLOCK_MISALIGNED for a view with another shape or a range of columns; with the code
-            UNSUPPORTED for a part that tensor parallelism has cut.
+        Refused: with the code BLOCK_MISALIGNED for a view with a different shape or a range of columns; with the code
+            UNSUPPORTED for a tensor that tensor parallelism has cut.
     """
     frame = tensor.frame
     if not is_whole(tensor) or frame.band is not None:
@@ -90,7 +92,7 @@ collectives = torch.ops._c10d_functional
 _WAITS = ("wait_tensor", "_wrap_tensor_autograd")
 """Operations that wait for a functional collective; `_wrap_tensor_autograd` exists from torch 2.13 on."""
 Class = Literal["raw", "dequantizes", "raises"]
-"""How an operation treats quantized tensors."""
+"""Class of an operation: how it treats quantized tensors."""
 Handler = Callable[..., Any]
 _STACK = 3
 """Number of dims of a stack of matrices."""
@@ -115,8 +117,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def operation_class(func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Class:
-    """Return how an operation treats quantized tensors; the arguments decide whether it writes into a quantized
-    tensor.
+    """Return how an operation treats quantized tensors; for some operations this depends on the arguments, which may be
+    written to.
     """
     if func in TABLE:
         return "raw"
@@ -158,7 +160,7 @@ def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _view(tensor: QuantizedTensor, size: Sequence[int], **_: Any) -> QuantizedTensor:
-    """Return a view of the same elements with another shape."""
+    """Return a view of the same elements with a different shape."""
     fixed = prod(step for step in size if step != -1)
     shape = tuple(tensor.numel() // fixed if step == -1 and fixed else max(step, 0) for step in size)
     if prod(shape) != tensor.numel():
@@ -207,7 +209,7 @@ def _slice(
 
 
 def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
-    """Return one matrix of a stack as a view; for any dim but the first, dequantized values."""
+    """Return one matrix of a stack as a view; for any dim except the first, return dequantized values."""
     matrix = tensor.frame.matrix
     if matrix is None or dim % tensor.dim() or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.select.int, (tensor, dim, index), {}))
@@ -225,7 +227,9 @@ def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
 
 
 def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> QuantizedTensor:
-    """Return a range of columns, or of rows of every matrix of a stack, as a view; the range must be whole tiles."""
+    """Return a range of columns, or of rows of every matrix of a stack, as a view; the range must consist of whole
+    tiles.
+    """
     frame, shape, last = tensor.frame, list(tensor.shape), first + size
     kind = "columns" if dim == tensor.dim() - 1 else "rows of each matrix"
     step = tile_of(tensor.quantizer, shape, dim, columnwise=frame.columnwise)
@@ -245,7 +249,7 @@ def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> Quantized
         blank=False,
         of=None,
         band=cut if old_band is None else replace(cut, start=old_band.start + first, whole=old_band.whole),
-        used=frame.rows + 1,  # more than exist: no copy is complete, as elements outside the band may share scales
+        used=frame.rows + 1,  # more than exist, so no copy into the band counts as complete
     )
     return QuantizedTensor(band_frame, tensor.skip, tensor.height, tensor.dtype)
 
@@ -278,7 +282,7 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> torch.Tensor:
-    """Copy or move a tensor; the result is quantized unless the dtype changes, which makes a plain tensor."""
+    """Copy or move a tensor; the result is quantized unless the dtype changes, in which case it is a plain tensor."""
     target = tensor.device if device is None else torch.device(device)
     if dtype is not None and dtype != tensor.dtype:
         values = tensor.dequantize(dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else None)
@@ -298,7 +302,7 @@ def _to_copy(
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy between tensors of which at least one is quantized."""
+    """Copy between two tensors, at least one of which is quantized."""
     if not isinstance(target, QuantizedTensor):
         assert isinstance(source, QuantizedTensor)
         exact = target.dtype if target.dtype in (torch.bfloat16, torch.float16, torch.float32) else None
@@ -321,7 +325,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Zero the codes, and the scales that are cut like them; shared scales only if no other rows use them."""
+    """Set the codes to zero, and the scales that are cut like them; shared scales only if no other rows use them."""
     for name, buffer in tensor.frame.cut.items():
         if name in STATE:
             continue
@@ -336,12 +340,12 @@ def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: bool | None) -> QuantizedTensor:
-    """Return a quantized tensor of zeros. A shape of three dims makes a stack; otherwise the last dim is the row, and
-    an empty shape means one element.
+    """Return a quantized tensor of zeros. A shape of three dims creates a stack of matrices. Otherwise the last dim is
+    the row, and an empty shape means one element.
 
-    If the new tensor has rows like those of the given tensor, and at most as many, it may become a part of the
-    same matrix. So it gets the given tensor's position and shared buffers, because FSDP2 copies nothing into a rank
-    that it leaves without rows.
+    If the new tensor has rows of the same length as the given tensor, and at most as many, the new tensor may become a
+    part of the same matrix. So it gets the given tensor's position and shared buffers, because FSDP2 copies nothing
+    into a rank that it leaves without rows.
     """
     shape = tuple(size) if len(size) == _STACK else (prod(size[:-1]), size[-1]) if size else (1, 1)
     target = tensor.device if device is None else torch.device(device)
@@ -399,7 +403,7 @@ def _pin(tensor: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
 
 
 def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
-    """Append rows of zeros, as DTensor does before a gather; any other padding dequantizes."""
+    """Append rows of zeros, as DTensor does before a gather; any other padding is applied to dequantized values."""
     last = 2 * tensor.dim() - 1
     if len(pad) != last + 1 or any(pad[:last]) or pad[last] < 0 or value or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.constant_pad_nd.default, (tensor, pad, value), {}))
@@ -439,16 +443,18 @@ TABLE: Mapping[Any, Handler] = MappingProxyType(
         **{getattr(collectives, name).default: _wait for name in _WAITS if hasattr(collectives, name)},
     }
 )
-"""Operation -> function that carries it out on codes and scales."""
+"""Operation -> function that applies the operation to codes and scales."""
 
 COPIES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default})
-"""Operations that return views in torch but plain copies here: a write into the result does not change the codes."""
+"""Operations that return views in torch, but copies for quantized tensors: writing into the result does not change the
+codes.
+"""
 
 OPERATIONS[:] = [run]
 
 
 _STEP = 16
-"""All sizes in a float8 product must be multiples of this number."""
+"""Number of which all sizes in a float8 product must be multiples."""
 _CAPABLE = (8, 9)
 """Lowest CUDA compute capability with float8 products."""
 
@@ -464,18 +470,18 @@ def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias` in the input's dtype, or autocast's; all gradients are plain tensors.
+    """Return `x @ weight.T + bias` in the input's dtype, or in autocast's; all gradients are plain tensors.
 
     Args:
-        x: [..., K], plain.
-        weight: [N, K], quantized; a plain weight is passed to torch's linear.
-        bias: [N].
+        x: the input, [..., K], a plain tensor.
+        weight: the weight, [N, K], a quantized tensor; a plain weight is passed to torch's linear.
+        bias: the bias, [N], or None.
     """
     if not isinstance(weight, QuantizedTensor):
         plain = x.dequantize() if isinstance(x, QuantizedTensor) else x
         return functional.linear(plain, weight, bias)
     with torch._C.DisableTorchFunctionSubclass():
-        if torch.is_autocast_enabled(x.device.type):  # autocast does not reach into a custom function's backward
+        if torch.is_autocast_enabled(x.device.type):  # autocast does not apply to a custom function's backward
             x = x.to(torch.get_autocast_dtype(x.device.type))
         recipe = weight.quantizer
         product: torch.Tensor
@@ -502,7 +508,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors  # it may be values: `save_on_cpu(pin_memory=True)` does not copy codes
+        x, weight = ctx.saved_tensors  # the weight may be values: `save_on_cpu(pin_memory=True)` copies no codes
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
         needs_x, needs_weight = ctx.needs_input_grad
         float8 = isinstance(weight, QuantizedTensor) and multiplies(x, weight)
@@ -526,12 +532,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _LinearOfCodes(torch.autograd.Function):
-    """Linear product whose inputs and gradients are quantized too, by the weight's recipe."""
+    """Linear product whose inputs and gradients are quantized by the weight's recipe, like the weight itself."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor, products: Products) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        # The frame has the rounding counter; hooks on saved tensors may give backward a copy of the weight.
+        # The weight's frame contains the rounding counter. Hooks on saved tensors may pass backward a copy of the
+        # weight.
         ctx.products, ctx.frame = products, weight.frame
         return products.output(_as_rows(x), weight.frame, x.dtype)
 
@@ -558,10 +565,10 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _products(x: torch.Tensor, weight: QuantizedTensor, recipe: NVFP4BlockScaling) -> Products:
-    """Return the three products (forward and backward) with a weight.
+    """Return the object that computes the three products (forward and backward) with a weight.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a view of a weight, and for a weight that is not one matrix.
+        Refused: with the code UNSUPPORTED if the weight is a view, or is not a single matrix.
     """
     frame = weight.frame
     if frame.matrix is not None or weight.dim() != 2 or (weight.skip, weight.height) != (0, frame.rows):
@@ -585,7 +592,7 @@ def _product(
     right_operand: tuple[torch.Tensor, torch.Tensor],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return left [M, K] times the transpose of right [N, K]; both are codes with one scale each."""
+    """Return left [M, K] times the transpose of right [N, K]; both operands are codes with one scale each."""
     kind = functional.ScalingType.TensorWise
     return functional.scaled_mm(
         left_operand[0],
@@ -604,7 +611,7 @@ def _buffers(tensor: QuantizedTensor) -> list[torch.Tensor]:
 
 
 def _share_memory(tensor: QuantizedTensor) -> QuantizedTensor:
-    """Move all buffers to shared memory."""
+    """Move all buffers of a quantized tensor to shared memory."""
     for buffer in _buffers(tensor):
         buffer.share_memory_()
     return tensor
@@ -615,7 +622,8 @@ def _is_shared(tensor: QuantizedTensor) -> bool:
 
 
 def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
-    """Assign to an index that yields a view; an index that yields a copy only here would lose the values.
+    """Assign values to an index that yields a view. An index that yields a copy is refused, because the values would be
+    lost.
 
     Raises:
         Refused: with the code UNSUPPORTED for elements and single rows of a matrix, because indexing copies their
@@ -637,12 +645,14 @@ def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _set_data(tensor: QuantizedTensor, source: torch.Tensor) -> None:
-    """Take over the content of another tensor, as `Module.to` does with parameters.
+    """Replace the content of a quantized tensor by that of another tensor, as `Module.to` does with parameters.
 
-    Plain values in another dtype keep the codes if they equal the dequantized values; other values are quantized.
+    If plain values in a different dtype equal the dequantized values, the codes are kept; all other values are
+    quantized.
 
     Raises:
-        Refused: with the code UNSUPPORTED for new values of a tensor-parallel part: other ranks may have none.
+        Refused: with the code UNSUPPORTED for new values of a tensor-parallel shard, because other ranks may have no
+            new values.
     """
     if not isinstance(source, QuantizedTensor):
         source = tensor.with_dtype_of(source)

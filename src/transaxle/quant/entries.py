@@ -1,10 +1,11 @@
-"""State dicts of quantized modules: a quantized weight appears as several plain tensors, each with its own name.
+"""State dicts of quantized modules: a quantized weight is saved as several plain tensors, each under its own name.
 
-`weight` is the codes and `weight_scale_inv` the scales, as in DeepSeek-V3; `weight_amax` and other names follow this
-pattern. Checkpoint files contain only plain tensors of standard dtypes. Codes are global
-tensors cut like the parameter; buffers whose entries cover several rows are replicated.
+The entry `weight` contains the codes and `weight_scale_inv` the scales, as in DeepSeek-V3; `weight_amax` and further
+names follow this pattern. Checkpoint files contain only plain tensors of standard dtypes. Codes are global tensors cut
+like the parameter; buffers whose elements belong to several rows are replicated.
 
-This module also determines how a quantized parameter is placed on its mesh, and which ranks share its matrix.
+This module also determines how a quantized parameter is placed on its mesh, and which ranks share the parameter's
+matrix.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transaxle.torch_tensors import TO_LOCAL, as_dtensor, local_of, place_like, 
 
 
 def share_of(parameter: torch.Tensor) -> Share | None:
-    """Return this rank's share of a quantized parameter; None if tensor parallelism has not cut the parameter."""
+    """Return this rank's tensor-parallel share of a quantized parameter; None if tensor parallelism has not cut it."""
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.share
@@ -40,14 +41,16 @@ def share_of(parameter: torch.Tensor) -> Share | None:
 
 def cut_along(parameter: DTensor) -> int | None:
     """Return the mesh dim along which tensor parallelism has cut a quantized parameter; None if the parameter's
-    placements do not describe a tensor-parallel cut.
+    placements do not describe such a cut.
     """
     share = share_of(parameter)
     return None if share is None or tuple(parameter.shape) != share.shape else share.place_in(parameter.device_mesh)
 
 
 def band_of(parameter: torch.Tensor) -> Band | None:
-    """Return this rank's band of a quantized parameter; None if the rank has whole rows or whole matrices."""
+    """Return this rank's band (range of columns) of a quantized parameter; None if the rank has whole rows or
+    matrices.
+    """
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.band
@@ -56,7 +59,7 @@ def band_of(parameter: torch.Tensor) -> Band | None:
 def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     """Return the ranks over which FSDP2 has divided this rank's copy of a parameter; None if FSDP2 has not divided it.
 
-    Tensor-parallel ranks are not included; the field `share` of the frame has those.
+    Tensor-parallel ranks are not included; the frame's field `share` contains those.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -78,21 +81,21 @@ def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 ASSIGN = "assign_to_params_buffers"
-"""Metadata key by which torch tells a module to take over the loaded tensors themselves (`assign=True`)."""
+"""Metadata key by which torch tells a module to use the loaded tensors themselves as parameters (`assign=True`)."""
 STATE_SUFFIXES = tuple(f"_{name}" for name in STATE)
 """Name suffixes of the entries that are state for scaling or rounding the next values."""
 _ORIGINAL = "_made_of"
-"""Attribute of a class made by `give_entries`: the original class from which it was made."""
+"""Attribute of a class that `give_entries` created: the original class."""
 
 
 def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return name suffix -> codes, scales and state of a parameter; the suffix of the codes is empty.
+    """Return name suffix -> tensor, for the codes, scales and state of a parameter; the suffix of the codes is empty.
 
     The entries share the parameter's memory: writing into them, as DCP does when it loads, changes the model.
     """
     inner = _local(parameter)
     if inner.device.type != "meta":
-        inner.frame.blank = False  # the frame will not notice writes into its entries, so it counts as written now
+        inner.frame.blank = False  # writes into entries are not noticed: they count as written now
     by_suffix = {}
     for name, buffer in {**inner.components, **inner.state}.items():
         suffix = suffix_of(name, inner.quantizer)
@@ -104,14 +107,14 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[Intervals, ...]]]:
-    """Return which parts of whole tensors the entries of a parameter are, if no DTensor can describe these parts.
+    """Return which parts of whole tensors the entries of a parameter are, for parts that no DTensor can describe.
 
     Args:
-        parameter: this rank's part, cut by tensor parallelism in a way that no DTensor can describe; FSDP2 may have cut
-            it again.
+        parameter: this rank's shard, cut by tensor parallelism in a way that no DTensor can describe; FSDP2 may have
+            cut the shard again.
 
     Returns:
-        Suffix -> (shape of the whole entry, for each dim the indices that the tensor-parallel rank has).
+        Name suffix -> (shape of the whole entry, for each dim the indices that the tensor-parallel rank has).
     """
     inner, share = _local(parameter), share_of(parameter)
     assert share is not None
@@ -124,8 +127,8 @@ def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[
 def suffix_of(name: str, quantizer: Quantizer) -> str:
     """Return the suffix of an entry's name; empty for the codes.
 
-    Block scales with an unusual largest value change the meaning of codes, so the entry's name ends in that value
-    (`transaxle.encodings.conventions.convention`).
+    If block scales have an unusual maximum, codes have a different meaning, so the entry's name ends in that maximum
+    (see `transaxle.encodings.conventions.convention`).
     """
     scale_max = quantizer.encoding.scale_max
     if name in (SCALE, AMAX) and scale_max != NVFP4.scale_max:
@@ -154,19 +157,21 @@ def _buffer_placement(
 
 
 class _Octets(DTensor):
-    """DTensor of an entry with eight-bit elements, gathered as uint8, the only eight-bit dtype that gloo supports."""
+    """DTensor of an entry with eight-bit elements, which is gathered as uint8, the only eight-bit dtype that gloo
+    supports.
+    """
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """See torch."""
+        """Change the placements, as torch's `DTensor.redistribute` does."""
         moved = self._as(torch.uint8).redistribute(*args, **kwargs)
         return as_dtensor(moved.to_local().view(self.dtype), moved.device_mesh, moved.placements, tuple(self.shape))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """See torch."""
+        """Return the whole tensor, as torch's `DTensor.full_tensor` does."""
         return self._as(torch.uint8).full_tensor(grad_placements=grad_placements).view(self.dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain DTensor."""
+        """Pickle the entry as a plain DTensor."""
         return self._as(self.dtype).__reduce_ex__(protocol)
 
     def _as(self, dtype: torch.dtype) -> DTensor:
@@ -182,10 +187,10 @@ def _entry(buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 class QuantizedEntries(nn.Module):
-    """Mixin for modules with quantized parameters: makes their state dicts contain and accept plain entries."""
+    """Base class for modules with quantized parameters, whose state dicts contain and accept plain entries."""
 
     def __getattr__(self, name: str) -> Any:
-        """Resolve the names of entries, as torch's `get_model_state_dict` needs."""
+        """Return an entry by its name, as torch's `get_model_state_dict` requires."""
         for parameter_name, weight in self.__dict__.get("_parameters", {}).items():
             if name.startswith(f"{parameter_name}_") and is_quantized(weight):
                 entry = entries(weight).get(name.removeprefix(parameter_name))
@@ -199,7 +204,7 @@ class QuantizedEntries(nn.Module):
         return super().__reduce_ex__(protocol) if kind is None else (_remade, (kind,), vars(self))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Apply a function such as a cast to all parameters; a change of dtype keeps quantized codes."""
+        """Apply a function such as a cast to all parameters; if only the dtype changes, quantized codes are kept."""
         parameters: Mapping[str, torch.Tensor | None] = self._parameters
         shards = {
             name: parameter._local_tensor for name, parameter in parameters.items() if isinstance(parameter, DTensor)
@@ -258,7 +263,7 @@ class QuantizedEntries(nn.Module):
 
 
 def give_entries(module: nn.Module) -> None:
-    """Make the state dicts of a module contain plain entries for its quantized parameters."""
+    """Make the state dicts of a module contain plain entries for the module's quantized parameters."""
     if not isinstance(module, QuantizedEntries):
         kind: Any = type(module)
         module.__class__ = _with_entries(kind)
@@ -276,7 +281,7 @@ def _remade(kind: Any) -> nn.Module:
 
 
 def is_quantized(parameter: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return whether a parameter, or this rank's part of the parameter, is a QuantizedTensor."""
+    """Return whether a parameter, or this rank's shard of the parameter, is a QuantizedTensor."""
     return parameter is not None and isinstance(raw_local(parameter), QuantizedTensor)
 
 
@@ -287,25 +292,25 @@ def _local(parameter: torch.Tensor) -> QuantizedTensor:
 
 
 def layout_of(parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return suffix -> (dtype, whole shape) of each entry of a quantized parameter."""
+    """Return name suffix -> (dtype, whole shape), for each entry of a quantized parameter."""
     quantizer = _local(parameter).quantizer
     buffers = buffers_of(quantizer, whole_shape(parameter))
     return {suffix_of(name, quantizer): layout for name, layout in buffers.items()}
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape in elements of a whole quantized parameter, whichever part this rank has."""
+    """Return the shape, in elements, of a whole quantized parameter, regardless of the part that this rank has."""
     share = share_of(parameter)
     return tuple(parameter.shape) if share is None else share.shape
 
 
 def _load_suffixes(parameter: torch.Tensor) -> list[str]:
-    """Return the suffixes of the entries that a load reads, including scaling state that the recipe may ignore."""
+    """Return the suffixes of the entries that a load reads, including scaling state that the recipe may not use."""
     return list(dict.fromkeys((*layout_of(parameter), *STATE_SUFFIXES)))
 
 
 def is_state(suffix: str) -> bool:
-    """Return whether an entry is state for scaling the next values, rather than codes or scales of present values."""
+    """Return whether an entry is state for scaling the next values, as opposed to codes or scales of present values."""
     return suffix in STATE_SUFFIXES
 
 
@@ -316,7 +321,7 @@ def code_name(name: str) -> str | None:
 
 @torch.no_grad()
 def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
-    """Quantize this rank's rows of a matrix into a parameter, replacing its codes and scales. Collective.
+    """Quantize this rank's rows of a matrix into a parameter, replacing its codes and scales. All ranks must call this.
 
     Args:
         parameter: a QuantizedTensor, or a DTensor of one.
@@ -333,9 +338,9 @@ def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
 
 @torch.no_grad()
 def reset_scaling_state(parameter: torch.Tensor) -> None:
-    """Clear scaling state that a loaded checkpoint lacks; the next values are then scaled by their own amax.
+    """Clear a scaling state that a loaded checkpoint lacks; the next values are then scaled by their own amax.
 
-    Stochastic rounding restarts from its first call and keeps its key.
+    After this, stochastic rounding restarts from its first call, with the same key.
     """
     for name, buffer in _local(parameter).state.items():
         if name == ROUNDING:
@@ -361,7 +366,7 @@ def _requantize(weight: torch.Tensor, values: torch.Tensor) -> QuantizedTensor:
 
 
 def _load_rows(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> torch.Tensor:
-    """Return this rank's rows of a weight from entries that may be cut differently, or may be plain values."""
+    """Return this rank's rows of a weight, computed from entries that may be cut differently or may be plain values."""
     inner, code_entry = _local(weight), loaded_entries[""]
     frame, (start, rows) = inner.frame, _rows(weight)
     if code_entry.dtype.is_floating_point and code_entry.dtype.itemsize > 1:
@@ -374,7 +379,7 @@ def _load_rows(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -
     buffers = {names[suffix]: _part(entry, weight, names[suffix]) for suffix, entry in own_entries.items()}
     shape = (inner.height, *frame.row)
     for name, (dtype, size) in buffers_of(frame.quantizer, shape).items():
-        # The source lacks this state, and the parameter's old state belongs to other values.
+        # The source lacks this state. The parameter's old state is not kept, because it belongs to other values.
         if name in STATE and name not in buffers:
             zeros = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
             buffers[name] = fresh(inner.state[name]).to(zeros.device) if name == ROUNDING else zeros
@@ -384,13 +389,13 @@ def _load_rows(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -
 
 
 def _rows(weight: torch.Tensor) -> tuple[int, int]:
-    """Return (first row, number of rows) of this rank, within the tensor-parallel part."""
+    """Return (first row, number of rows) of this rank, inside the tensor-parallel shard."""
     inner, share = _local(weight), share_of(weight)
     return inner.frame.start + inner.skip, weight.shape[0] if share is None else share.local[0]
 
 
 def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> list[Refusal]:
-    """Return a refusal for each loaded entry that does not fit the weight's quantizer."""
+    """Return an error for each loaded entry that does not fit the weight's quantizer."""
     faults = []
     inner, local_shapes = _local(weight), _own_shapes(weight)
     quantizer = inner.quantizer
@@ -409,9 +414,9 @@ def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> l
 
 
 def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
-    """Return suffix -> local shape of each entry, for a weight whose tensor-parallel cut no DTensor can describe.
+    """Return name suffix -> local shape of each entry, for a weight whose tensor-parallel cut no DTensor can describe.
 
-    A loaded entry with this shape is not cut again. For all other weights the result is empty.
+    A loaded entry with this local shape is not cut again. For all other weights the result is empty.
     """
     inner = _local(weight)
     if inner.frame.share is None or (isinstance(weight, DTensor) and cut_along(weight) is not None):
@@ -421,7 +426,7 @@ def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
 
 
 def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Return this rank's part of a loaded entry (a buffer or the values `ORIGIN`), which may already be cut."""
+    """Return this rank's part of a loaded entry (a buffer, or the values `ORIGIN`), which may already be cut."""
     inner = _local(weight)
     values, share = entry, inner.frame.share
     if isinstance(entry, DTensor):
@@ -450,7 +455,9 @@ def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _full(entry: DTensor) -> torch.Tensor:
-    """Gather an entry from all ranks; eight-bit elements as uint8, since gloo supports no other such dtype."""
+    """Gather an entry from all ranks; eight-bit elements are gathered as uint8, because gloo supports no other
+    eight-bit dtype.
+    """
     if entry.dtype.itemsize > 1:
         return entry.full_tensor()
     raw = cast(DTensor, entry.view(torch.uint8))
@@ -470,7 +477,7 @@ def _write(key: str, weight: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy loaded codes and scales into a parameter.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a parameter on the meta device, which has no memory.
+        Refused: with the code UNSUPPORTED if the parameter is on the meta device, and therefore has no memory.
     """
     inner = _local(weight)
     if inner.device.type == "meta":

@@ -1,21 +1,21 @@
-"""Frames: the memory behind quantized tensors, which views of them share.
+"""Frames: the buffers of codes and scales behind quantized tensors, which several views of one tensor share.
 
-A quantized matrix is codes and scales. FSDP2 cuts matrices between any two rows, but some scales cover tiles of several
-rows, so there are two kinds of buffers. *Cut* buffers have one row for each row of the matrix and are cut like it.
-*Shared* buffers belong to the whole matrix; every shard has all of them. A frame has buffers of both kinds, and knows
-at which row of the whole matrix it starts. Frames are mutable: a copy into a view must update the scales of the tensor
-that is viewed.
+A quantized matrix consists of codes and scales. FSDP2 cuts matrices between any two rows, but some scales belong to
+tiles of several rows, so there are two kinds of buffers. *Cut* buffers have one row for each row of the matrix, and are
+cut like it. *Shared* buffers belong to the whole matrix, and every shard has all of them. A frame contains buffers of
+both kinds, and the row of the whole matrix at which the frame starts. Frames are mutable, because a copy into a view
+must update the scales of the tensor that is viewed.
 
-A stack of matrices, [E, M, K], is a frame whose rows are the matrices. Each matrix has its own scales, so all buffers
+A stack of matrices, [E, M, K], is a frame whose rows are the matrices. Each matrix has separate scales, so all buffers
 are cut and none is shared.
 
 **Stochastic rounding.** A weight has a rounding state: a key, and the number of times that gradients were rounded for
-it. The state is a buffer of the weight, int64 [2] (in a stack [E, 2]). The state is saved, cut and loaded with the
+the weight. The state is a buffer of the weight, int64 [2] (in a stack [E, 2]). It is saved, cut and loaded with the
 codes, so a run that resumes draws the same numbers as a run that was not interrupted. The key is a hash of the recipe's
-seed, the weight's name and, for experts, the expert's global number. The key depends neither on how experts are packed
+seed, the weight's name and, for experts, the expert's global number. The key does not depend on how experts are packed,
 nor on their ranks.
 
-FSDP2 gathers a copy of a stack's states. The copy refers to the buffers that it was made from (`Frame.echoes`) and
+FSDP2 gathers a copy of a stack's states. The copy refers to the buffers from which it was made (`Frame.echoes`) and
 increments their counters too.
 """
 
@@ -50,39 +50,40 @@ from transaxle.quant.tp_share import Band, Share
 
 @dataclass(slots=True)
 class Frame:
-    """Buffers of adjacent rows of a quantized matrix, or of adjacent matrices of a stack."""
+    """Codes and scales of adjacent rows of a quantized matrix, or of adjacent matrices of a stack."""
 
     quantizer: Quantizer
-    """The quantizer that made the codes."""
+    """The quantizer that computed the codes."""
     columns: int
-    """Number of elements in a row; in a stack, in a matrix."""
+    """Number of elements in a row; in a stack, number of elements in a row of each matrix."""
     whole: int
     """Number of rows of the whole matrix, of which this frame may have only some; in a stack, number of matrices."""
     cut: dict[str, torch.Tensor]
-    """Buffers with one row for each row of this frame, by name."""
+    """Buffer name -> buffer, for the buffers with one row for each row of this frame."""
     shared: dict[str, torch.Tensor]
-    """Buffers of the whole matrix, by name."""
+    """Buffer name -> buffer, for the buffers that belong to the whole matrix."""
     start: int = 0
     """Index of this frame's first row in the whole matrix."""
     blank: bool = field(default=False, kw_only=True)
-    """Whether no values have been written yet. The first copy into a blank frame sets its position in the whole matrix.
+    """Whether no values have been written yet. The first copy into a blank frame sets the frame's position in the whole
+    matrix.
     """
     used: int | None = field(default=None, kw_only=True)
-    """Number of rows that belong to the matrix; further rows are padding. None if there is no padding."""
+    """Number of rows that belong to the matrix; the rows after these are padding. None if there is no padding."""
     matrix: tuple[int, int] | None = field(default=None, kw_only=True)
     """Rows and columns of each matrix of a stack; None for a single matrix, whose rows are cut."""
     band: Band | None = field(default=None, kw_only=True)
-    """The range of columns (in a stack, of rows or columns) that this frame has; None if it has all."""
+    """The range of columns (in a stack, of rows or columns) that this frame has; None if the frame has all columns."""
     of: Frame | None = field(default=None, kw_only=True)
     """The stack's frame, if this frame is a view of one matrix of the stack."""
     share: Share | None = field(default=None, kw_only=True)
-    """The tensor-parallel part of a matrix to which this frame belongs; None without tensor parallelism. Everywhere
-    else in this class, "whole matrix" then means that part.
+    """The tensor-parallel part of a matrix to which this frame belongs; None without tensor parallelism. In all other
+    fields and methods, "whole matrix" then means that part.
     """
     identity: tuple[str, int] = field(default=("", 0), kw_only=True)
-    """(name of the weight, number of its first expert), from which the keys of stochastic rounding are computed."""
+    """The weight's name and the number of its first expert, from which the keys of stochastic rounding are computed."""
     echoes: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
-    """Random-number states from which this tensor's state was copied; each rounding advances their counters too."""
+    """Random-number states from which this tensor's state was copied; each rounding increments their counters too."""
 
     @property
     def encoding(self) -> Encoding:
@@ -106,21 +107,23 @@ class Frame:
 
     @property
     def columnwise(self) -> bool:
-        """Whether the frame has columnwise codes, whose tiles run down the columns."""
+        """Whether the frame has columnwise codes, which have tiles along columns."""
         return COLUMN_DATA in self.cut
 
     @property
     def tall(self) -> bool:
-        """Whether some scales cover several rows, so that the frame's position in the whole matrix matters."""
+        """Whether some scales belong to several rows, in which case the frame's position in the whole matrix
+        matters.
+        """
         return self.matrix is None and tall(self.encoding, columnwise=self.columnwise)
 
     def buffers(self, skip: int, rows: int) -> dict[str, torch.Tensor]:
-        """Return name -> buffer for a range of rows: cut buffers as views of these rows, shared buffers whole."""
+        """Return name -> buffer for a range of rows: cut buffers as views of these rows, shared buffers as a whole."""
         by_name = {name: buffer[skip : skip + rows] for name, buffer in self.cut.items()} | self.shared
         return {name: by_name[name] for name in (*COMPONENTS, *STATE) if name in by_name}
 
     def map_rows(self, skip: int, rows: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Frame:
-        """Return a new frame of a range of rows, with `change` (such as a copy) applied to each buffer."""
+        """Return a new frame for a range of rows, with `change` (such as a copy) applied to each buffer."""
         return replace(
             self,
             cut={name: change(buffer[skip : skip + rows]) for name, buffer in self.cut.items()},
@@ -132,16 +135,16 @@ class Frame:
         )
 
     def common(self, skip: int, rows: int, band: Band | None) -> dict[str, torch.Tensor]:
-        """Return the buffers of a range of rows that other rows or bands share."""
+        """Return name -> buffer, for the buffers of a range of rows that other rows or bands share."""
         whole = () if band is None else [name for name in self.cut if not band.step(self.quantizer, name)]
         return {**self.shared, **{name: self.cut[name][skip : skip + rows] for name in whole}}
 
     def is_cut(self, name: str) -> bool:
-        """Whether a buffer has one row for each row of this frame."""
+        """Return whether the named buffer has one row for each row of this frame."""
         return is_cut(self.encoding, name, 1 + len(self.row))
 
     def member(self, index: int) -> Frame:
-        """Return one matrix of a stack as a view; writing into it changes the stack."""
+        """Return one matrix of a stack as a view; writing into the view changes the stack."""
         assert self.matrix is not None
         of_matrix = {name: buffer[index] for name, buffer in self.cut.items()}
         return Frame(
@@ -168,7 +171,7 @@ class Frame:
         """Return the buffers of a range of rows, and the encoding with which to dequantize them.
 
         If the range starts inside a tile, or has padding after it, the result has one scale per row, and an encoding
-        with one-row tiles.
+        with tiles of one row.
         """
         codes, scale_name = (COLUMN_DATA, COLUMN_SCALE) if columnwise else (DATA, SCALE)
         encoding = columnwise_of(self.encoding) if columnwise else self.encoding
@@ -189,7 +192,7 @@ class Frame:
 def blank(
     quantizer: Quantizer, shape: tuple[int, ...], device: torch.device, *, columnwise: bool | None = None
 ) -> Frame:
-    """Make a frame of zeros for a matrix, or for a stack if the shape has three dims. Rows of 4-bit codes are rounded
+    """Create a frame of zeros for a matrix, or for a stack if the shape has three dims. Rows of 4-bit codes are rounded
     up to an even length.
     """
     *leading, columns = shape
@@ -213,7 +216,7 @@ def make_frame(
     whole: int | None = None,
     blank: bool = False,
 ) -> Frame:
-    """Make a frame from existing buffers of a matrix [M, K] or stack [E, M, K], or of its rows from `start` on."""
+    """Create a frame from existing buffers of a matrix [M, K] or stack [E, M, K], or of the rows from `start` on."""
     cut = {name: buffer for name, buffer in buffers.items() if is_cut(quantizer.encoding, name, len(shape))}
     return Frame(
         quantizer,
@@ -233,7 +236,7 @@ _KEY_BYTES = 8
 
 
 def key_of(seed: int, name: str, number: int) -> int:
-    """Return the rounding key of a weight as a signed 64-bit integer.
+    """Return the key from which a weight's stochastic rounding draws, as a signed 64-bit integer.
 
     Args:
         seed: seed of the recipe.
@@ -245,12 +248,12 @@ def key_of(seed: int, name: str, number: int) -> int:
 
 
 def state_of(frame: Frame) -> torch.Tensor | None:
-    """Return the rounding state, int64 [2] or [E, 2]; None for recipes without stochastic rounding."""
+    """Return the rounding state of a frame, int64 [2] or [E, 2]; None for recipes without stochastic rounding."""
     return frame.cut.get(ROUNDING, frame.shared.get(ROUNDING))
 
 
 def begin_rounding(frame: Frame) -> None:
-    """Give a frame a new rounding state, with keys computed from the frame's identity, and counters at 0."""
+    """Create a new rounding state for a frame, with keys computed from the frame's identity, and counters at 0."""
     seed = frame.quantizer.rounding_seed
     if seed is None:
         return
@@ -264,7 +267,7 @@ def begin_rounding(frame: Frame) -> None:
 
 
 def put_state(frame: Frame, state: torch.Tensor) -> None:
-    """Set the rounding state of a frame."""
+    """Replace the rounding state of a frame."""
     (frame.shared if frame.matrix is None else frame.cut)[ROUNDING] = state
 
 
@@ -282,8 +285,8 @@ def reset_calls(state: torch.Tensor) -> None:
 
 
 def count_rounding(frame: Frame) -> torch.Tensor:
-    """Return a copy of the rounding state, then increment the counter of the original, in the frame and in the buffers
-    from which the frame's state was copied.
+    """Return a copy of the rounding state, then increment the counters in the frame and in the buffers from which its
+    state was copied.
     """
     state = state_of(frame)
     assert state is not None

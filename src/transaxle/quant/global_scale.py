@@ -1,9 +1,9 @@
-"""Quantize a rank's rows with exactly the codes of the whole matrix: each amax is reduced over all ranks.
+"""Quantizes a rank's rows to exactly the codes that they have in the whole matrix: each amax is reduced over all ranks.
 
-If tiles span several ranks, the amaxes of all tiles are reduced over these ranks as integers, to preserve NaN. A
-rank may then have only some rows of a tile. In place of the missing rows it inserts one row that contains the tile's
-amax, quantizes, and drops the row again. So the rounding rule exists only in the kernels, and the codes equal those of
-the matrix quantized in one piece.
+An *amax* is a largest absolute value, from which a scale is computed. If tiles span several ranks, the amaxes of all
+tiles are reduced over these ranks as integers, which preserves NaN. A rank may then have only some rows of a tile. In
+place of the missing rows, the rank inserts one row that contains the tile's amax, quantizes, and removes the row again.
+So only the kernels implement the rounding rule, and the codes equal those of the matrix quantized as a whole.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from transaxle.quant.tp_share import Share
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """Position of this rank's rows in a matrix, and the ranks that have the other rows."""
+    """Position of this rank's rows in a matrix, and the ranks that have the remaining rows."""
 
     start: int
-    """Index in the matrix of this rank's first row."""
+    """Index of this rank's first row in the matrix."""
     whole: int
     """Number of rows of the whole matrix."""
     group: dist.ProcessGroup | None = None
-    """Ranks that have the matrix's rows; None if this rank has all rows."""
+    """Ranks that have the rows of the matrix; None if this rank has all rows."""
     sharing_groups: tuple[dist.ProcessGroup, ...] = ()
-    """Groups of ranks with the other shares or bands of the whole matrix; all of these ranks have the same scale, amax
+    """Groups of ranks with the remaining shares or bands of the whole matrix; all these ranks have the same scale, amax
     and history.
     """
 
@@ -48,18 +48,19 @@ def locate(
     *,
     banded: bool = False,
 ) -> RowPlacement:
-    """Return the position of rows in the whole matrix; if `start` or `whole` is None, sum the row counts of the ranks.
+    """Return the position of rows in the whole matrix; if `start` or `whole` is None, the row counts of the ranks are
+    summed.
 
     Args:
         x: this rank's rows.
-        group: ranks that have the other rows; with `banded`, ranks that have the other bands of these rows.
+        group: ranks that have the remaining rows; with `banded`, ranks that have the remaining bands of these rows.
         start: index in the whole matrix of the first row.
         whole: number of rows of the whole matrix, over all ranks.
-        share: the tensor-parallel share to which the rows belong; None without tensor parallelism.
+        share: the tensor-parallel share (part of the matrix) to which the rows belong; None without tensor parallelism.
         banded: whether each rank has only a band (a range of columns) of the rows.
 
     Raises:
-        Refused: with the code SHAPE_MISMATCH for rows outside the matrix.
+        Refused: with the code SHAPE_MISMATCH if the rows are outside the matrix.
     """
     rows = x.shape[0]
     common = None if share is None else share.common
@@ -81,14 +82,14 @@ def locate(
 def quantize_to_frame(
     quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, old: Frame | None = None, amax: torch.Tensor | None = None
 ) -> Frame:
-    """Quantize rows of a matrix, or matrices of a stack.
+    """Quantize rows of a matrix, or matrices of a stack, and return their buffers as a `Frame`.
 
     Args:
-        quantizer: the quantizer.
-        x: [M, K] or [E, M, K].
+        quantizer: the quantizer whose encoding and scaling are used.
+        x: the rows, [M, K], or the matrices, [E, M, K].
         at: position of the rows in the whole matrix.
-        old: previous frame of the matrix; with delayed scaling the amax history in it determines the scale.
-        amax: amax of the whole matrix; None means compute the amax and reduce it over the ranks.
+        old: previous buffers of the matrix; with delayed scaling, their amax history determines the scale.
+        amax: amax of the whole matrix; None means that the amax is computed and reduced over the ranks.
     """
     if x.device.type == "meta":
         empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)
@@ -110,7 +111,9 @@ def quantize_to_frame(
 
 
 def _quantize_stack(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement) -> Frame:
-    """Quantize each matrix of a stack; all in one launch if the tiles are those of the matrices joined along rows."""
+    """Quantize each matrix of a stack, in one kernel launch if tiles are the same as in the matrices joined
+    along rows.
+    """
     count, rows, columns = x.shape
     grain = _grain(quantizer)[0]
     separate = quantizer.encoding.has_global or bool(quantizer.state_sizes) or not grain or rows % grain
@@ -137,7 +140,9 @@ def _quantize_stack(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement) -> 
 
 
 def stack_buffers(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack buffers of several matrices; eight-bit dtypes as bytes, since torch cannot stack every float8 dtype."""
+    """Stack buffers of several matrices; eight-bit dtypes are stacked as bytes, because torch cannot stack every float8
+    dtype.
+    """
     kind = buffers[0].dtype
     if kind.itemsize > 1:
         return torch.stack(list(buffers))
@@ -149,7 +154,7 @@ def _frame_at(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, buffers: 
 
 
 def _reduce_max(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Reduce amaxes over ranks by element, as integers: the order is that of the floats, and NaN is the largest."""
+    """Reduce amaxes over ranks by element, as integers, whose order is that of the floats, with NaN as the largest."""
     if group is not None:
         dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
     return amax
@@ -168,7 +173,7 @@ def _quantize_per_tensor(
     amax = reduce_max(kernels.amax(x), (at.group, *at.sharing_groups)) if amax is None else amax
     if not quantizer.state_sizes:
         return _frame_at(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=amax).present())
-    # Under FSDP2 a rank without rows keeps a blank frame, but its history is the same as on the other ranks.
+    # Under FSDP2 a rank without rows keeps blank buffers, but its amax history is the same as on the other ranks.
     if old is None or (old.blank and len(x)) or HISTORY not in old.shared:
         history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), amax.clone()
     else:
@@ -183,7 +188,7 @@ def _quantize_per_tensor(
 
 
 def _quantize_shared_tiles(quantizer: Quantizer, x: torch.Tensor, at: RowPlacement, amax: torch.Tensor | None) -> Frame:
-    """Quantize this rank's rows; their tiles may include rows on other ranks."""
+    """Quantize this rank's rows if their tiles may include rows on other ranks."""
     encoding, columns = quantizer.encoding, x.shape[1]
     buffers: dict[str, torch.Tensor] = {} if amax is None else {AMAX: amax}
     grain = _grain(quantizer)
@@ -195,7 +200,7 @@ def _quantize_shared_tiles(quantizer: Quantizer, x: torch.Tensor, at: RowPlaceme
             buffers[name] = buffer[skip : skip + x.shape[0]].contiguous()
     for name in (SCALE, COLUMN_SCALE):
         if name in components.present() and name not in buffers:
-            # Quantizing the matrix of amaxes, with tiles of one element, gives the scales of the tiles.
+            # Quantizing the matrix of amaxes, with tiles of one element, results in the scales of the tiles.
             if name == COLUMN_SCALE and grain[1] > 1:  # repeat each scale for the columns of its tile
                 tiles = tiles.repeat_interleave(grain[1], 1)[:, :columns]
             scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1)), amax=amax).scale_inv
@@ -205,14 +210,14 @@ def _quantize_shared_tiles(quantizer: Quantizer, x: torch.Tensor, at: RowPlaceme
 
 
 def _grain(quantizer: Quantizer) -> tuple[int, int]:
-    """Return the rows and columns that share an amax; for codes in both directions, the union of both tiles."""
+    """Return the rows and columns that share an amax; for codes in both directions, the union of the two tiles."""
     turned = columnwise_of(quantizer.encoding) if quantizer.columnwise and quantizer.over is None else None
     return quantizer.grain if turned is None else (turned.tile[0], turned.tile[1])
 
 
 def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: RowPlacement) -> torch.Tensor:
-    """Return the amax of each tile of the whole matrix as [tiles down, tiles across]; 0 for tiles without rows on
-    this rank.
+    """Return the amax of each tile of the whole matrix as [tiles down, tiles across]; 0 for tiles without rows on this
+    rank.
     """
     (rows, columns), (high, wide) = x.shape, grain
     across, first = -(-columns // wide), at.start // high
@@ -229,7 +234,7 @@ def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: RowPlacement) -> tor
 def _complete_tiles(
     x: torch.Tensor, grain: tuple[int, int], tiles: torch.Tensor, at: RowPlacement
 ) -> tuple[torch.Tensor, int]:
-    """Insert rows that complete the tiles at both ends; return all rows, and the number inserted at the top."""
+    """Insert rows that complete the tiles at both ends; return all rows, and the number of rows inserted at the top."""
     high, wide = grain
     rows, columns = x.shape
     end = at.start + rows

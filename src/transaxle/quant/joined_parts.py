@@ -1,5 +1,5 @@
-"""Join and split quantized tensors without requantizing: rows or columns of matrices, stacks, tensor-parallel
-shares.
+"""Joins and splits quantized tensors without quantizing again: rows or columns of matrices, stacks, tensor-parallel
+shards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from transaxle.quant.tp_share import Share
 
 
 def is_whole(tensor: QuantizedTensor) -> bool:
-    """Return whether a tensor has the shape of its frame, rather than being a view with a different shape."""
+    """Return whether a tensor has the shape of its buffers, and is not a view with a different shape."""
     return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
 
 
 def refusal(operation: str, tensor: QuantizedTensor, reason: str) -> TransaxleError:
-    """Return the error that refuses an operation, because its result could not be stored as codes and scales."""
+    """Return the error that refuses an operation because its result could not be stored as codes and scales."""
     return refuse(
         "BLOCK_MISALIGNED",
         f"{operation} of {tuple(tensor.shape)} in {tensor.quantizer}: {reason}",
@@ -33,8 +33,8 @@ def refusal(operation: str, tensor: QuantizedTensor, reason: str) -> TransaxleEr
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Concatenate tensors along a dim, keeping codes if tiles stay whole. If some tensors are plain, concatenate
-    the values of all.
+    """Concatenate tensors along a dim. The codes are kept if tiles stay whole; if some tensors are plain, the values of
+    all are concatenated.
     """
     parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     if len(parts) < len(tensors):
@@ -57,7 +57,8 @@ def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Stack tensors: along dim 0 and for matrices of one quantizer the codes, otherwise the dequantized values.
+    """Stack tensors: the codes if the tensors are matrices of one quantizer and `dim` is 0, otherwise the dequantized
+    values.
 
     Raises:
         Refused: with the code BLOCK_MISALIGNED if an input is a range of rows that cuts a tile.
@@ -81,7 +82,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def standalone_buffers(part: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """Return the buffers of a range of rows in the form that they have in a separate matrix."""
+    """Return the buffers of a range of rows in the form that they would have in a separate matrix."""
     frame, buffers = part.frame, part.frame.buffers(part.skip, part.height)
     first = frame.start + part.skip
     last = first + part.height
@@ -136,7 +137,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _step(frame: Frame, *, columnwise: bool) -> int:
-    """Return the number of rows in a tile of the columnwise codes or of the rowwise codes."""
+    """Return the number of rows in a tile, of the columnwise codes or of the rowwise codes."""
     encoding = columnwise_of(frame.encoding) if columnwise else frame.encoding
     assert encoding is not None
     return encoding.tile[0]
@@ -190,7 +191,7 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def cut_share(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
-    """Copy a rank's share out of a whole tensor, without requantizing."""
+    """Copy a rank's tensor-parallel share out of a whole quantized tensor, without quantizing again."""
     frame = tensor.frame
     buffers = {n: share.part(frame.quantizer, n, buffer) for n, buffer in (frame.cut | frame.shared).items()}
     origin = buffers.pop(ORIGIN, None)
@@ -202,10 +203,11 @@ def cut_share(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
 
 
 def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """Refuse a copy into one rank's part of a matrix if it would change a scale, amax or history that all ranks share.
+    """Refuse a copy into one rank's shard of a matrix if the copy would change a scale, amax or history that all ranks
+    share.
 
     Raises:
-        Refused: with the code UNEQUAL_COPIES because other ranks would keep the old scale, amax or history.
+        Refused: with the code UNEQUAL_COPIES if the copy would do so, because other ranks would keep the old value.
     """
     frame, share = target.frame, target.frame.share
     if target.is_meta or source.is_meta:

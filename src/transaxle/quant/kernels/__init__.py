@@ -1,7 +1,8 @@
-"""Quantize and dequantize matrices in torch: Triton programs on a GPU, `transaxle.encodings` on a CPU.
+"""Quantizes and dequantizes matrices in torch: by Triton programs on a GPU, by `transaxle.encodings` on a CPU.
 
-Both devices give the same bits. The GPU programs read the input once for rowwise and columnwise codes together, never
-wait for the device, and can be captured in a CUDA graph. Triton is imported with the first CUDA tensor.
+The results on CPU and GPU are bitwise equal. The GPU programs read the input once for rowwise and columnwise codes
+together, never wait for the device, and can be captured in a CUDA graph. Triton is imported when the first CUDA tensor
+is passed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from transaxle.quant.kernels.components import (
 )
 
 VALUES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of values: those that can be quantized, and to which codes can be dequantized."""
+"""Dtypes of values that can be quantized, and to which codes can be dequantized."""
 _PER_TENSOR = (WHOLE, WHOLE)
 _PER_ROW = (1, WHOLE)
 _SCALES = {("F32", False), ("F8_E8M0", False), ("F8_E4M3", True)}
-"""Supported pairs (dtype of tile scales, whether the whole tensor has a scale too)."""
+"""Supported pairs `(dtype of tile scales, whether the whole tensor has a scale too)`."""
 _LARGEST_TILE = 128 * 128
 
 
@@ -45,26 +46,27 @@ def quantize(
     over: tuple[int, int] | None = None,
     out: Components | None = None,
 ) -> Components:
-    """Quantize a matrix by the rules of `transaxle.encodings`, bit for bit.
+    """Quantize a matrix by the rules of `transaxle.encodings`, with bitwise equal results.
 
     Args:
-        x: [M, K] of bfloat16, float16 or float32, with any strides. Tiles at the edges may be smaller.
+        x: the matrix, [M, K] of bfloat16, float16 or float32, with any strides. Tiles at the edges may be smaller.
         encoding: the encoding of the result.
-        amax: float8 and nvfp4: the largest magnitude to scale for, if it is not that of `x` alone (shards of one tensor
-            must agree); float32 [1] on the device of `x`, or a number. None means computed from `x`.
-        scale: float8: the factor for `x`, instead of an amax; float32 [1] or a number.
-        rowwise: make codes whose tiles run along rows.
-        columnwise: make codes whose tiles run down columns (mxfp8, nvfp4), in the same pass.
+        amax: for float8 and nvfp4, the largest magnitude to scale for, if it is not that of `x` alone (shards of one
+            tensor must have the same scale), as float32 [1] on the device of `x`, or a number. None means that it is
+            computed from `x`.
+        scale: for float8, the factor by which `x` is multiplied, instead of an amax; float32 [1] or a number.
+        rowwise: whether to compute codes whose tiles run along rows.
+        columnwise: whether to compute codes whose tiles run down columns (mxfp8, nvfp4), in the same pass.
         over: rows and columns that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4,
-            in which sixteen rows have equal scales. None means one tile.
-        out: buffers to write; None means allocated here.
+            in which sixteen rows have equal scales. None means the size of one tile.
+        out: buffers to write; None means that new buffers are allocated.
 
     Returns:
         The requested buffers.
 
     Raises:
-        Refused: with the codes UNSUPPORTED, SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for arguments that do not
-            fit together.
+        Refused: with the code UNSUPPORTED, SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR if the arguments do not fit
+            together.
     """
     _check_values(x)
     _check_encoding(encoding)
@@ -94,31 +96,32 @@ def quantize_groups(
     swizzled: bool = False,
     out: Components | None = None,
 ) -> Components:
-    """Quantize groups of rows of a matrix; each group gets exactly the codes that `quantize` would give it alone.
+    """Quantize groups of rows of a matrix; each group gets exactly the codes that `quantize` would return for the group
+    alone.
 
-    On a GPU one launch quantizes all groups; it is the same for all offsets, which stay on the device. For float8 and
-    nvfp4, one more launch finds the groups' amaxes.
+    On a GPU, one launch quantizes all groups; the launch is the same for all offsets, which stay on the device. For
+    float8 and nvfp4, a second launch computes the groups' amaxes.
 
     Args:
-        x: [M, K], as for `quantize`.
-        offsets: row at which each group ends, int32 [groups] on the device of `x`. Wrong offsets are refused on a CPU;
-            on a GPU they never cause access outside the buffers.
+        x: the matrix, [M, K], as for `quantize`.
+        offsets: for each group, the row after its last row, int32 [groups] on the device of `x`. Wrong offsets are
+            refused on a CPU; on a GPU they never cause access outside the buffers.
         encoding: the encoding of the result.
-        rowwise: make codes whose tiles run along rows.
-        columnwise: make codes whose tiles run down columns, as for `quantize`, in the same pass.
-        over: as for `quantize`.
-        swizzled: write the scales of tiles in the order that `transaxle.quant.kernels.components` describes, with each
-            group padded separately. Only for rowwise codes of mxfp8 and mxfp4. Codes of rows that belong to no group
-            may be written too, and offsets are not checked.
-        out: buffers to write; None means allocated here.
+        rowwise: whether to compute codes whose tiles run along rows.
+        columnwise: whether to compute codes whose tiles run down columns, as for `quantize`, in the same pass.
+        over: rows and columns that share an amax, as for `quantize`.
+        swizzled: whether to write the scales of tiles in the order that `transaxle.quant.kernels.components` describes,
+            with each group padded separately. This is possible only for rowwise codes of mxfp8 and mxfp4. Codes of rows
+            that belong to no group may be written too, and offsets are not checked.
+        out: buffers to write; None means that new buffers are allocated.
 
     Returns:
-        The requested buffers, `amax` and float8's `scale_inv` with one number for each group. If tiles have several
+        The requested buffers; `amax`, and `scale_inv` of float8, have one number for each group. If tiles have several
         rows, the scales of a group start at the row of scales that `first_tiles` returns. There are as many rows of
         scales as the matrix has whole tiles, plus one for each group. Entries that belong to no group are not written.
 
     Raises:
-        Refused: as `quantize`.
+        Refused: with the errors of `quantize`.
     """
     _check_values(x)
     _check_encoding(encoding)
@@ -145,18 +148,20 @@ def quantize_groups(
 
 
 def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows; each row gets exactly the codes that `quantize` would give it alone. One launch on a GPU.
+    """Quantize rows; each row gets exactly the codes that `quantize` would return for the row alone. One launch on a
+    GPU.
 
     Args:
-        x: [M, K], as for `quantize`.
-        offsets: as for `quantize_groups`; only the last one matters, because rows do not depend on their groups.
+        x: the matrix, [M, K], as for `quantize`.
+        offsets: as for `quantize_groups`; only the last offset matters, because rows do not depend on their groups.
         encoding: a float8 encoding with one scale per tensor; each row counts as a separate tensor.
 
     Returns:
-        Codes [M, K] and scales float32 [M]. Codes and scales of rows that belong to no group may be left unwritten.
+        The codes, [M, K], and the scales, float32 [M]. For rows that belong to no group, codes and scales may not be
+        written.
 
     Raises:
-        Refused: as `quantize`.
+        Refused: with the errors of `quantize`.
     """
     _check_values(x)
     _check_encoding(encoding)
@@ -177,17 +182,17 @@ def dequantize(
 ) -> torch.Tensor:
     """Return the values of a quantized matrix: code times scale in float32, rounded once to the dtype.
 
-    If there are rowwise and columnwise codes, the rowwise codes are read.
+    If there are both rowwise and columnwise codes, the rowwise codes are used.
 
     Args:
         components: codes, scales and, for nvfp4, the amax.
         encoding: the encoding of the codes; float8 may have a scale for each row, with tiles of `(1, WHOLE)`.
         dtype: bfloat16, float16 or float32.
-        out: [M, K] to write; None means allocated here.
+        out: matrix [M, K] to write; None means that a new matrix is allocated.
 
     Raises:
-        Refused: with the codes UNSUPPORTED, SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for arguments that do not
-            fit together.
+        Refused: with the code UNSUPPORTED, SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR if the arguments do not fit
+            together.
     """
     _check_encoding(encoding if encoding.tile != _PER_ROW else replace(encoding, tile=_PER_TENSOR))
     rowwise = components.data is not None
@@ -220,13 +225,14 @@ def dequantize(
 def transposed(codes: torch.Tensor) -> torch.Tensor:
     """Return the transpose of a matrix of eight-bit elements, or of each matrix of a stack, as a contiguous copy.
 
-    On a GPU this runs at the bandwidth of a copy; torch's copy of a transposed view takes some ten times as long.
+    On a GPU, the transpose has the bandwidth of a copy; torch's copy of a transposed view takes about ten times as
+    long.
 
     Args:
-        codes: [M, K] or [E, M, K], of any eight-bit dtype.
+        codes: the matrix, [M, K], or the stack, [E, M, K], of any eight-bit dtype.
 
     Returns:
-        [K, M] or [E, K, M], contiguous.
+        The transpose, [K, M] or [E, K, M], contiguous.
     """
     result = torch.empty(tuple(codes.mT.shape), dtype=codes.dtype, device=codes.device)
     stacks = [each if each.dim() == 3 else each.unsqueeze(0) for each in (codes.detach().contiguous(), result)]
@@ -235,17 +241,18 @@ def transposed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of a matrix, float32 [1] on its device; NaN if it has NaN, 0 if it is empty.
+    """Return the largest magnitude of a matrix, float32 [1] on the matrix's device; NaN if the matrix has a NaN, 0 if
+    it is empty.
 
     Raises:
-        Refused: with the codes DTYPE_MISMATCH or SHAPE_MISMATCH.
+        Refused: with the code DTYPE_MISMATCH or SHAPE_MISMATCH if `x` is not a matrix of a supported dtype.
     """
     _check_values(x)
     return _amax(x.detach(), torch.empty(1, dtype=torch.float32, device=x.device))
 
 
 def _side(device: torch.device) -> Any:
-    """Return the module with the kernels for a device: `device` or `host`, which have the same functions."""
+    """Return the module with the kernels for a device, `device` or `host`, which have the same functions."""
     if device.type == "cuda":
         from transaxle.quant.kernels import device as cuda
 
@@ -265,7 +272,7 @@ def _amax(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _number(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """Return a number as float32 [1] on the device."""
+    """Return a number as a tensor, float32 [1], on the device."""
     if not isinstance(value, torch.Tensor):
         return torch.full((1,), value, dtype=torch.float32, device=device)
     if value.dtype != torch.float32 or value.numel() != 1 or value.device != device:
@@ -306,7 +313,9 @@ def _check_encoding(encoding: Encoding) -> None:
 
 
 def _regular(tile: tuple[int, ...]) -> bool:
-    """Whether a program can process the tile: each side is a power of two, and the number of elements is limited."""
+    """Return whether a program can process the tile: each side must be a power of two, and the number of elements is
+    limited.
+    """
     return len(tile) == 2 and all(side > 0 and not side & (side - 1) for side in tile) and prod(tile) <= _LARGEST_TILE
 
 

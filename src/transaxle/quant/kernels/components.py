@@ -3,7 +3,7 @@
 **Swizzled scales** have the order in which tensor cores of compute capability 10 read them: torch's `SWIZZLE_32_4_4`.
 Scales [rows, columns] are padded with zeros to blocks of 128 x 4. A block is 512 bytes: the four scales of row 0, those
 of rows 32, 64 and 96, those of row 1, and so on. If rows are in groups, each group is padded separately. Source:
-cuBLAS, "1D Block Scaling Factors Layout". Files never have this order.
+cuBLAS, "1D Block Scaling Factors Layout". In files, scales are never swizzled.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from transaxle.encodings.encoding import Encoding
 from transaxle.errors import Refusal, Where, gathered, refuse
 
 HIGH, WIDE = 128, 4
-"""Rows and columns of a block of swizzled scales."""
+"""Number of rows and of columns of a block of swizzled scales."""
 _PART = 32
 """Number of adjacent rows whose scales are 16 bytes apart in swizzled order."""
 
 
 def padded_shape(rows: int, columns: int, groups: int) -> tuple[int, int]:
-    """Return rows and columns that suffice for the scales of any division into groups, each padded separately."""
+    """Return numbers of rows and columns that suffice for the scales of any division into groups, each padded
+    separately.
+    """
     return (rows + groups * (HIGH - 1)) // HIGH * HIGH, -(-columns // WIDE) * WIDE
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """Return matrices of eight-bit scales [..., rows, columns] in swizzled order: [..., bytes]."""
+    """Return matrices of eight-bit scales [..., rows, columns] in swizzled order, as [..., bytes]."""
     raw = scales.view(torch.uint8)
     raw = functional.pad(raw, (0, -raw.shape[-1] % WIDE, 0, -raw.shape[-2] % HIGH))
     *leading, rows, columns = raw.shape
@@ -37,13 +39,15 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def swizzle_groups(scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the scales of groups of rows in swizzled order, each group padded separately: the shape of `padded_shape`.
+    """Return the scales of groups of rows in swizzled order, each group padded separately, in the shape of
+    `padded_shape`.
 
-    Nothing is read back from the device: the size suffices for any groups, and rows after the last group are zeros.
+    Nothing is copied from the device to the host: the size suffices for any groups, and rows after the last group are
+    zeros.
 
     Args:
-        scales: [rows, columns], eight bits each.
-        offsets: row at which each group ends, int32 [groups], not decreasing.
+        scales: scales of the rows, [rows, columns], eight bits each.
+        offsets: for each group, the row after its last row, int32 [groups], not decreasing.
     """
     rows, columns = scales.shape
     high, wide = padded_shape(rows, columns, offsets.shape[0])
@@ -72,16 +76,16 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """A quantized matrix [M, K] as plain tensors, compact: no padding, and not swizzled unless requested."""
+    """The buffers of a quantized matrix [M, K] as plain tensors: without padding, and not swizzled unless requested."""
 
     data: torch.Tensor | None = None
-    """Codes, [M, K]; 4-bit codes are [M, K / 2]. None if only columnwise codes were requested."""
+    """Codes, [M, K]; for 4-bit codes, [M, K / 2]. None if only columnwise codes were requested."""
     scale_inv: torch.Tensor | None = None
     """Factors of the codes: one for each tile, [tiles down, tiles across], or one for the whole tensor, [1]."""
     amax: torch.Tensor | None = None
-    """nvfp4 only: the largest magnitude of the whole tensor, float32 [1]."""
+    """For nvfp4 only: the largest magnitude of the whole tensor, float32 [1]."""
     columnwise_data: torch.Tensor | None = None
-    """Codes with tiles that run down the columns, in the same element order: [M, K], of 4 bits [M, K / 2]."""
+    """Codes whose tiles run down the columns, in the same element order: [M, K], for 4-bit codes [M, K / 2]."""
     columnwise_scale_inv: torch.Tensor | None = None
     """Factors of the columnwise codes: [tiles down, tiles across]."""
 
@@ -94,7 +98,8 @@ class Components:
 def columnwise_of(encoding: Encoding) -> Encoding | None:
     """Return the encoding of the columnwise buffers; None for an encoding without columnwise buffers.
 
-    mxfp8 and nvfp4 have columnwise buffers, with transposed tiles. Otherwise quantize the transpose (`x.t()`).
+    mxfp8 and nvfp4 have columnwise buffers, with transposed tiles. For other encodings, quantize the transpose
+    (`x.t()`).
     """
     rows, columns = encoding.tile
     if (encoding.scale, encoding.code_bits) not in (("F8_E8M0", 8), ("F8_E4M3", 4)):
@@ -105,11 +110,11 @@ def columnwise_of(encoding: Encoding) -> Encoding | None:
 def layout(
     encoding: Encoding, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return name in `Components` -> (dtype, shape) of each buffer of a matrix.
+    """Return name of a field of `Components` -> (dtype, shape), for each buffer of a matrix.
 
     Raises:
-        Refused: with the code UNSUPPORTED for columnwise buffers of an encoding that has none; with the code
-            SHAPE_MISMATCH for codes of 4 bits in rows of odd length.
+        Refused: with the code UNSUPPORTED if columnwise buffers are requested for an encoding without them; with the
+            code SHAPE_MISMATCH if 4-bit codes are in rows of odd length.
     """
     columnwise_encoding = columnwise_of(encoding)
     if columnwise and columnwise_encoding is None:
@@ -137,13 +142,13 @@ def layout(
 def group_layout(
     encoding: Encoding, shape: tuple[int, int], groups: int, *, rowwise: bool, columnwise: bool, swizzled: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each buffer of a matrix whose rows are quantized in groups.
+    """Return buffer name -> (dtype, shape), for each buffer of a matrix whose rows are quantized in groups.
 
-    Each group has its own amax and scale. Tiles of several rows start anew in each group, so there is one more row of
-    tiles for each group than the matrix alone would have. Swizzled scales are padded group by group.
+    Each group has a separate amax and scale. If tiles have several rows, each group starts a new tile, so there is one
+    more row of tiles for each group than in the matrix alone. Swizzled scales are padded group by group.
 
     Raises:
-        Refused: errors of `layout`.
+        Refused: with the errors of `layout`.
     """
     buffers = layout(encoding, shape, rowwise=rowwise, columnwise=columnwise)
     turned = columnwise_of(encoding)
@@ -162,10 +167,10 @@ def group_layout(
 
 
 def first_tiles(offsets: torch.Tensor, rows: int, high: int) -> torch.Tensor:
-    """Return the row of tiles at which each group starts: int64 [groups], on the device of the offsets.
+    """Return, for each group, the row of tiles at which it starts: int64 [groups], on the device of the offsets.
 
     Args:
-        offsets: row at which each group ends.
+        offsets: for each group, the row after its last row.
         rows: number of rows of the matrix.
         high: number of rows of a tile.
     """
@@ -175,7 +180,7 @@ def first_tiles(offsets: torch.Tensor, rows: int, high: int) -> torch.Tensor:
 
 
 def allocate(layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> Components:
-    """Allocate uninitialized buffers."""
+    """Allocate uninitialized buffers with the given dtypes and shapes."""
     return Components(
         **{name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in layouts.items()}
     )
@@ -184,11 +189,11 @@ def allocate(layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: to
 def select_buffers(
     components: Components, layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
 ) -> Components:
-    """Select buffers, after checking that each has the right dtype, shape, device and unit column stride.
+    """Return the named buffers, after checking that each has the right dtype, shape, device and unit column stride.
 
     Raises:
-        Refused: with the codes MISSING_TENSOR, DTYPE_MISMATCH, SHAPE_MISMATCH or UNSUPPORTED, with every problem at
-            once.
+        Refused: with the code MISSING_TENSOR, DTYPE_MISMATCH, SHAPE_MISMATCH or UNSUPPORTED if a buffer does not fit;
+            the error lists every problem.
     """
     present, problems = components.present(), []
     for name, (dtype, shape) in layouts.items():

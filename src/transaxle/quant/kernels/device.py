@@ -1,4 +1,4 @@
-"""Quantize and dequantize on the tensors' device: launches of the Triton programs.
+"""Quantizes and dequantizes on a CUDA device, by launching the Triton programs.
 
 No function waits for the device or reads from it, so every function can be captured in a CUDA graph.
 """
@@ -16,16 +16,16 @@ from transaxle.quant.kernels import programs
 from transaxle.quant.kernels.components import Components
 
 MANTISSA = {"F8_E4M3": 3, "F8_E5M2": 2, "F4": 1}
-"""Mantissa bits of each code dtype."""
+"""Dtype of codes -> number of mantissa bits."""
 HOPPER = (9, 0)
 """First compute capability with the instructions that round float32 to float8 in one step."""
 WORKERS = 1056
-"""Number of programs that share the search for the largest magnitude: eight per multiprocessor of an H100."""
+"""Number of programs that together search for the largest magnitude: eight per multiprocessor of an H100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The block of a matrix that one program processes, and its warps."""
+    """Size of the block of a matrix that one program processes, and the number of warps of the program."""
 
     rows: int
     columns: int
@@ -33,19 +33,20 @@ class Block:
 
 
 SMALL = 8192
-"""Largest number of elements of a small block."""
+"""Maximum number of elements of a small block."""
 DEQUANTIZE = Block(8, 512, 4)
-"""Block of the program that dequantizes."""
+"""Block that one run of the dequantizing program processes."""
 ROWS = Block(4, 512, 4)
-"""Block of the program that quantizes rows with one scale per row; the program steps along the row."""
+"""Block of the program that quantizes rows with one scale per row; the program moves along the rows in steps."""
 TRANSPOSE = Block(128, 256, 8)
-"""Block of the program that transposes."""
+"""Block that one run of the transposing program processes."""
 
 
 def _block(tile: tuple[int, int], *, columnwise: bool) -> Block:
-    """Return a block of whole tiles: rows long enough for memory bandwidth, few enough elements for the registers.
+    """Return the size of a block of whole tiles: rows long enough for memory bandwidth, but few enough elements for the
+    registers.
 
-    Columnwise tiles run down the block too, and are faster if fewer warps share one.
+    Columnwise tiles run down the block too; the program is faster if fewer warps share a tile.
     """
     if columnwise:
         rows, columns = max(32, *tile), max(128, *tile)
@@ -55,14 +56,16 @@ def _block(tile: tuple[int, int], *, columnwise: bool) -> Block:
 
 
 def _raw(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor in the dtype that the programs take: bfloat16 as 16 bits, float8 as 8."""
+    """Return the tensor in the dtype that the programs expect: bfloat16 as 16-bit integers, float8 as 8-bit
+    integers.
+    """
     if tensor is None or tensor.dtype in (torch.float32, torch.float16, torch.uint8):
         return tensor
     return tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint8)
 
 
 def _stride(tensor: torch.Tensor | None) -> int:
-    """Return the distance between a tensor's rows in elements; 0 if it is a single number."""
+    """Return the distance between a tensor's rows, in elements; 0 if the tensor is a single number."""
     return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
 
 
@@ -77,7 +80,7 @@ def _scheme(encoding: Encoding) -> Any:
 
 
 def _tile(encoding: Encoding) -> tuple[int, int]:
-    """Return the rows and columns of a tile; 1 for a dim that the scale covers whole."""
+    """Return the rows and columns of a tile; 1 for a dim that a tile covers completely."""
     rows, columns = encoding.tile
     return max(rows, 1), max(columns, 1)
 
@@ -116,14 +119,14 @@ def quantize(
 ) -> None:
     """Write codes and scales into the buffers of `out`.
 
-    For float8 and nvfp4, `amax` [1] is the amax of the whole tensor; for float8, a given `scale` may replace it. `over`
+    For float8 and nvfp4, `amax` [1] is the amax of the whole tensor; for float8, `scale` may be passed instead. `over`
     is the rows and columns that share an amax, if they are more than one tile.
     """
     tile = _tile(encoding)
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
     blocks = triton.cdiv(x.shape[0], block.rows) * triton.cdiv(x.shape[1], block.columns)
     if encoding.tile == (WHOLE, WHOLE):
-        blocks = max(blocks, 1)  # an empty matrix has a scale too, which one block writes
+        blocks = max(blocks, 1)  # one block writes the scale of an empty matrix
     _launch(
         programs.quantize_program, blocks, x.device,
         _raw(x), _raw(out.data), _raw(out.scale_inv), _raw(out.columnwise_data), _raw(out.columnwise_scale_inv),
@@ -136,7 +139,7 @@ def quantize(
 
 
 def _constants(x: torch.Tensor, encoding: Encoding, block: Block, shared: tuple[int, int]) -> dict[str, Any]:
-    """Return the compile-time constants of a quantizing program, except for its scheme."""
+    """Return the compile-time constants of a quantizing program, except the scaling scheme."""
     tile = _tile(encoding)
     return {
         "block_rows": block.rows,
@@ -154,8 +157,8 @@ def _constants(x: torch.Tensor, encoding: Encoding, block: Block, shared: tuple[
 
 
 def _group_blocks(x: torch.Tensor, groups: int, block: Block) -> int:
-    """Return a number of blocks that suffices for any groups: each starts with a block of its own, even if it is
-    empty.
+    """Return a number of blocks that suffices for any groups: each group starts with a separate block, even if the
+    group is empty.
     """
     return (x.shape[0] // block.rows + groups) * max(triton.cdiv(x.shape[1], block.columns), 1) if groups else 0
 
@@ -181,7 +184,9 @@ def quantize_groups(
     over: tuple[int, int] | None,
     swizzled: bool,
 ) -> None:
-    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number per group."""
+    """Write codes and scales of groups of rows; `offsets` has the row after each group, and `amax` one number per
+    group.
+    """
     tile, groups = _tile(encoding), offsets.shape[0]
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
     scales = (out.scale_inv, out.columnwise_scale_inv)
@@ -201,7 +206,7 @@ def quantize_groups(
 def quantize_rows(
     x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write codes of rows, each scaled by its own amax, and their scales [M], up to the last offset."""
+    """Write the codes of rows, each scaled by its own amax, and the scales of the rows [M], up to the last offset."""
     block, groups = ROWS, offsets.shape[0]
     _launch(
         programs.quantize_rows_program, triton.cdiv(x.shape[0], block.rows) if groups else 0, x.device,
@@ -217,7 +222,7 @@ def dequantize(
     """Write the values of codes into `out`, a matrix of bfloat16, float16 or float32."""
     tile, block = _tile(encoding), DEQUANTIZE
     if encoding.tile == (1, WHOLE):
-        tile = 1, triton.next_power_of_2(max(out.shape[1], 1))  # one tile per row, at least as long as the row
+        tile = 1, triton.next_power_of_2(max(out.shape[1], 1))  # a tile covers at least one row
     _launch(
         programs.dequantize_program,
         triton.cdiv(out.shape[0], block.rows) * triton.cdiv(out.shape[1], block.columns),
@@ -230,7 +235,9 @@ def dequantize(
 
 
 def transpose(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the transposes of matrices [count, rows, columns] of eight-bit elements into `out`; both contiguous."""
+    """Write the transposes of matrices [count, rows, columns] of eight-bit elements into `out`; both must be
+    contiguous.
+    """
     count, height, width = codes.shape
     block = TRANSPOSE
     _launch(

@@ -1,6 +1,6 @@
-"""Quantize and dequantize on a CPU with the codec of `transaxle.encodings`, in the tensors' own memory.
+"""Quantizes and dequantizes on a CPU with the codec of `transaxle.encodings`, in the tensors' own memory.
 
-The functions have the names and arguments of those in module `device`.
+The functions have the same names and arguments as those in the module `device`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ WIDE: dict[torch.dtype, Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", t
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return the tensor's memory as a numpy array; eight-bit codes and scales as bytes."""
+    """Return the tensor's memory as a numpy array; eight-bit codes and scales become bytes."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return with_plain_bytes(tensor).numpy()
 
 
 def _read(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return the tensor's memory as a read-only array. After `Tensor.numpy`, FSDP could no longer resize the tensor's
-    storage.
+    """Return the tensor's memory as a read-only array. (After a call of `Tensor.numpy`, FSDP could no longer resize the
+    storage.)
     """
     return np.from_dlpack(with_plain_bytes(tensor.detach()))
 
@@ -56,7 +56,7 @@ def quantize(
 ) -> None:
     """Write codes and scales into the buffers of `out`.
 
-    For float8 and nvfp4, `amax` [1] is the amax of the whole tensor; for float8, a given `scale` may replace it. `over`
+    For float8 and nvfp4, `amax` [1] is the amax of the whole tensor; for float8, `scale` may be passed instead. `over`
     is the rows and columns that share an amax, if they are more than one tile.
     """
     values = _array(x)
@@ -88,7 +88,7 @@ def _cast(
     scale: torch.Tensor | None,
     widest: float,
 ) -> None:
-    """Write codes of values times one scale, which is given or computed from the amax; also for an empty matrix."""
+    """Write codes of values times one scale, which is passed or computed from the amax; also for an empty matrix."""
     if scale is None:
         assert amax is not None
         derived = scales(encoding, _array(amax), widest=widest)
@@ -102,10 +102,10 @@ def _cast(
 
 
 def _spans(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
-    """Return (first row, last row + 1) of each group.
+    """Return (first row, row after the last) of each group.
 
     Raises:
-        Refused: with the code SHAPE_MISMATCH for groups that overlap, or end beyond the matrix.
+        Refused: with the code SHAPE_MISMATCH if groups overlap, or end beyond the matrix.
     """
     ends = [0, *offsets.tolist()]
     if sorted(ends) != ends or ends[-1] > rows:
@@ -129,9 +129,11 @@ def quantize_groups(
     over: tuple[int, int] | None,
     swizzled: bool,
 ) -> None:
-    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number per group."""
+    """Write codes and scales of groups of rows; `offsets` has the row after each group, and `amax` one number per
+    group.
+    """
     columnwise_encoding = columnwise_of(encoding)
-    if swizzled:  # tiles of one row do not depend on the groups
+    if swizzled:  # tiles of one row are the same for any groups
         assert out.data is not None
         assert out.scale_inv is not None
         of_tiles = torch.from_numpy(codec.encode_rows(encoding, _array(x), codes_out=_array(out.data))[1])
@@ -158,7 +160,7 @@ def quantize_groups(
 def quantize_rows(
     x: torch.Tensor, _: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write the codes of all rows, each scaled by its own amax, and their scales [M]."""
+    """Write the codes of all rows, each scaled by its own amax, and the scales of the rows [M]."""
     rows = replace(encoding, tile=(1, WHOLE))
     scales.copy_(torch.from_numpy(codec.encode_rows(rows, _array(x), codes_out=_array(codes))[1]).view(-1))
 

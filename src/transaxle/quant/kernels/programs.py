@@ -1,16 +1,17 @@
 """The Triton programs, each of which processes one block of a matrix on the device.
 
-Rounding works on the bits of float32 numbers, so that the interpreter (which gets bfloat16 and float8 wrong) and every
-GPU give the same codes: bfloat16 is loaded as its 16 bits, float8 is stored as its 8. If the chip has an instruction
-that gives the same bits (`native`: Hopper and later), that is used instead; the tests compare the two.
+Rounding works on the bits of float32 numbers, so that every GPU and the interpreter (which handles bfloat16 and float8
+wrongly) compute the same codes. For this, bfloat16 is loaded as 16-bit integers, and float8 is stored as 8-bit
+integers. If the chip has an instruction with bitwise equal results (`native`: Hopper and later), the instruction is
+used instead; the tests compare the results.
 
-Two things must not be left to the compiler: fusing a product and a sum into one rounding (programs are launched with
-`enable_fp_fusion=False`), and `/`, which divides approximately (`div_rn` is used).
+Two operations must not be left to the compiler. It must not fuse a product and a sum into one rounding (programs are
+launched with `enable_fp_fusion=False`). It must not compile `/`, which divides approximately (`div_rn` is used).
 
-Importing this module imports triton, and fixes whether the interpreter runs (`TRITON_INTERPRET`).
+Importing this module imports triton, and determines whether the interpreter runs (`TRITON_INTERPRET`).
 
-The programs for groups of rows first find the group of their block on the device, and then work like the programs for a
-single matrix.
+The programs for groups of rows first compute, on the device, the group to which their block belongs. Then they work
+like the programs for a single matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import triton.language as tl
 
 
 ABS = tl.constexpr(0x7FFFFFFF)
-"""Mask that clears the sign bit of a float32. Without the sign, floats are ordered like their bits, with NaN largest.
+"""Mask that clears the sign bit of a float32. Non-negative floats are ordered like their bits, with NaN as the
+largest.
 """
 INFINITY = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -30,21 +32,21 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 """The largest finite float32."""
 
 TENSOR = tl.constexpr(0)
-"""Scheme: one float32 scale for the whole tensor, computed from its amax."""
+"""Scaling scheme: one float32 scale for the whole tensor, computed from the tensor's amax."""
 GIVEN = tl.constexpr(4)
-"""Scheme: one float32 scale for the whole tensor, passed in."""
+"""Scaling scheme: one float32 scale for the whole tensor, which the caller passes."""
 BLOCK = tl.constexpr(1)
-"""Scheme: a float32 scale per tile."""
+"""Scaling scheme: one float32 scale per tile."""
 E8M0 = tl.constexpr(2)
-"""Scheme: a power-of-two scale per tile, stored as its exponent."""
+"""Scaling scheme: one power of two per tile, stored as its exponent."""
 E4M3 = tl.constexpr(3)
-"""Scheme: an E4M3 scale per tile, and one factor for the tensor."""
+"""Scaling scheme: one E4M3 scale per tile, and one factor for the tensor."""
 
 
 def _cast_asm(to: str, gather: str) -> tl.constexpr:
     """Return PTX that rounds four floats to codes in one register, with the signs of the loaded values.
 
-    Triton's own cast is not used: followed by a change of layout, it gave wrong codes with Triton 3.6 on an H200.
+    Triton's own cast is not used: if a change of layout followed it, it produced wrong codes (Triton 3.6 on an H200).
     """
     return tl.constexpr(f"""{{
         .reg .b16 low, high;
@@ -58,56 +60,61 @@ def _cast_asm(to: str, gather: str) -> tl.constexpr:
 
 
 _FROM_HALVES = "prmt.b32 signs, $5, $6, 0x7531;"
-"""PTX that selects the upper bytes of four halves, which come in two registers."""
+"""PTX that selects the upper bytes of four 16-bit halves, which are in two registers."""
 _FROM_WORDS = "prmt.b32 signs, $5, $6, 0x0073; prmt.b32 more, $7, $8, 0x0073; prmt.b32 signs, signs, more, 0x5410;"
-"""PTX that selects the upper bytes of four words."""
+"""PTX that selects the upper bytes of four 32-bit words."""
 HALVES_TO_E4M3, HALVES_TO_E5M2 = _cast_asm("e4m3", _FROM_HALVES), _cast_asm("e5m2", _FROM_HALVES)
 WORDS_TO_E4M3, WORDS_TO_E5M2 = _cast_asm("e4m3", _FROM_WORDS), _cast_asm("e5m2", _FROM_WORDS)
 
 
 @triton.jit
 def as_float(raw):
-    """Return loaded elements as float32: bfloat16 (as 16 bits), float16 or float32."""
+    """Return loaded elements as float32; the elements are bfloat16 (as 16-bit integers), float16 or float32."""
     wide = raw.to(tl.uint32) << 16 if raw.dtype == tl.uint16 else raw.to(tl.float32)
     return wide.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sign_of(raw):
-    """Return the sign bits (int32, 128 or 0) of loaded elements. A NaN has one too, which arithmetic would lose."""
-    # The top byte of the input, whatever its width, has the sign in its highest bit.
+    """Return the sign bits (int32, 128 or 0) of loaded elements, including those of NaN, which arithmetic would
+    lose.
+    """
+    # The top byte of the input, whatever the input's width, has the sign in its highest bit.
     high = raw.to(tl.uint32, bitcast=True) >> 24 if raw.dtype == tl.float32 else raw.to(tl.uint16, bitcast=True) >> 8
     return high.to(tl.int32) & 0x80
 
 
 @triton.jit
 def round_to_code(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, nan: tl.constexpr):
-    """Round float32 values to codes (int32, without sign): to nearest, ties to even, too large ones to the largest
-    code.
+    """Round float32 values to codes (int32, without sign): to nearest, ties to even. Values that are too large become
+    the largest code.
 
-    `largest` is the code of the largest finite number and `nan` the code for NaN. Below the smallest normal number,
-    codes count equal steps: adding the float whose last bit is worth one step rounds to them.
+    `largest` is the code of the largest finite number, and `nan` the code for NaN. Below the smallest normal number,
+    codes count equal steps; adding a float whose last bit is worth one step rounds to these steps.
     """
     size = value.to(tl.int32, bitcast=True) & ABS
     shift: tl.constexpr = 23 - mantissa
-    # Round to nearest even on the bits: adding just under half of the last kept bit, plus that bit itself, carries
-    # exactly when rounding must go up.
+    # Round to nearest even on the bits: adding just under half of the last kept bit, plus that bit itself, produces a
+    # carry exactly if the value must be rounded up.
     normal = (size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift
-    # A carry out of the mantissa runs into the exponent, as it should; then the exponent is rebased.
+    # A carry out of the mantissa correctly increments the exponent. Then the exponent is converted to the target's
+    # bias.
     normal = tl.minimum(normal - ((127 - bias) << mantissa), largest)
-    # At this size a float32 has one subnormal step of the target as its last bit, so the addition itself rounds, ties
-    # to even, in hardware.
+    # At this size, the last bit of a float32 is worth one subnormal step of the target, so the hardware's addition
+    # rounds to nearest, ties to even.
     magic: tl.constexpr = (127 + 24 - bias - mantissa) << 23
     step = tl.full(value.shape, magic, tl.int32).to(tl.float32, bitcast=True)
     small = (size.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) - magic
-    # `small` is the code of values below the smallest normal number of the target's dtype.
+    # `small` is the code for values below the smallest normal number of the target's dtype.
     code = tl.where(size < ((128 - bias) << 23), small, normal)
     return tl.where(size > INFINITY, nan, code)
 
 
 @triton.jit
 def float8_codes(value, raw, mantissa: tl.constexpr, native: tl.constexpr):
-    """Round float32 values to float8 codes (uint8), E4M3 (3 mantissa bits) or E5M2 (2), with the signs of `raw`."""
+    """Round float32 values to float8 codes (uint8), E4M3 (3 mantissa bits) or E5M2 (2 bits), with the signs of
+    `raw`.
+    """
     if not native:
         size = round_to_code(value, mantissa, 7 if mantissa == 3 else 15, 0x7E if mantissa == 3 else 0x7B, 0x7F)
         codes = (size | sign_of(raw)).to(tl.uint8)
@@ -126,7 +133,7 @@ def float8_values(code, mantissa: tl.constexpr, native: tl.constexpr):
     if native:
         value = code.to(tl.float8e4nv if mantissa == 3 else tl.float8e5, bitcast=True).to(tl.float32)
     else:
-        # The exponent is off by the difference of two biases; a product puts it right, subnormals included.
+        # The exponent is wrong by the difference of two biases; one multiplication corrects it, for subnormals too.
         raw = code.to(tl.int32) & 0x7F
         power = tl.full(code.shape, (254 - (7 if mantissa == 3 else 15)) << 23, tl.int32).to(tl.float32, bitcast=True)
         size = ((raw << (23 - mantissa)).to(tl.float32, bitcast=True) * power).to(tl.int32, bitcast=True)
@@ -142,7 +149,8 @@ def float8_values(code, mantissa: tl.constexpr, native: tl.constexpr):
 def nibble_values(code):
     """Return the float32 values of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     size = code & 7
-    # E2M1 has bias 1: moving exponent and mantissa to the place of float32's leaves 126 to add to the exponent.
+    # E2M1 has bias 1. After exponent and mantissa are moved to their places in a float32, 126 must be added to the
+    # exponent.
     normal = (size + (126 << 1)) << 22
     value = tl.where(size > 1, normal, size * (126 << 23))
     return (value | ((code & 8) << 28)).to(tl.float32, bitcast=True)
@@ -150,35 +158,38 @@ def nibble_values(code):
 
 @triton.jit
 def power_of_two(code):
-    """Return the float32 values of E8M0 codes (int32): two to the power of code - 127; 255 is NaN."""
-    # Code 0 is 2^-127, which in float32 is subnormal: its highest mantissa bit.
+    """Return the float32 values of E8M0 codes (int32): 2 to the power of (code - 127), and NaN for code 255."""
+    # Code 0 means 2^-127, which is subnormal in float32: only its highest mantissa bit is set.
     bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, NAN, code << 23))
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e8m0_scale(amax, code_max: tl.constexpr):
-    """Return a tile's E8M0 code (int32), amax / code_max rounded up to a power of two, and the factor for its elements.
+    """Return a tile's E8M0 code (int32), amax / code_max rounded up to a power of two, and the factor for the tile's
+    elements.
 
-    Infinity gives 254, NaN 255; for a tile so small that its code is 0 the factor is 1.
+    The code for infinity is 254, the code for NaN is 255. If a tile is so small that its code is 0, the factor is 1.
     """
     bits = (amax * (1.0 / code_max)).to(tl.uint32, bitcast=True)
-    # Adding all ones below the exponent rounds up; the first mantissa bit of a subnormal is 2^-127, code 0.
+    # Adding a number with all bits below the exponent set rounds up; the first mantissa bit of a subnormal is 2^-127,
+    # code 0.
     up = (bits + tl.where(bits < 0x800000, 0x3FFFFF, 0x7FFFFF)) >> 23
     code = up.to(tl.int32) - (bits >= INFINITY).to(tl.int32)
-    # The inverse of 2^(code-127) has the exponent 254 - code; for code 254 that is the subnormal 2^-127.
+    # The inverse of 2^(code-127) has the exponent 254 - code; for code 254, the inverse is the subnormal 2^-127.
     by = tl.where(code >= 254, tl.where(code == 254, 0x400000, NAN), (254 - code) << 23)
     return code, tl.where(code == 0, 1.0, by.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def float8_scale(amax, code_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr):
-    """Return the factor for a tile's elements that maps its amax to the largest code; with `even`, a power of two.
+    """Return the factor for a tile's elements that maps the tile's amax to the largest code; with `even`, a power of
+    two.
 
     If the quotient overflows, the factor is `largest`, the largest finite number of the input's dtype.
     """
     scale = tl.div_rn(tl.full(amax.shape, code_max, tl.float32), amax)
-    # A tiny amax overflows the quotient; zeros, infinities and NaN get the scale 1 below.
+    # A tiny amax makes the quotient overflow. For zeros, infinities and NaN, the scale becomes 1 below.
     scale = tl.where(scale == float("inf"), largest, scale)
     scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
     if even:
@@ -194,36 +205,38 @@ def inverse(value):
 
 @triton.jit
 def smaller(value, limit):
-    """Return the smaller of the two; the limit if the value is NaN."""
+    """Return the smaller of `value` and `limit`; if `value` is NaN, return `limit`."""
     return tl.where(value < limit, value, limit)
 
 
 @triton.jit
 def e4m3_scale(amax, total, code_max: tl.constexpr, scale_max: tl.constexpr):
-    """Return a block's E4M3 code and the factor for its elements; `total` is the tensor's amax (a scalar)."""
+    """Return a block's E4M3 code, and the factor for the block's elements; `total` is the tensor's amax (a scalar)."""
     whole = tl.zeros([1], tl.float32) + total
-    # Factor that brings the tensor's amax to the largest block scale times the largest code.
+    # Factor that maps the tensor's amax to the largest block scale times the largest code.
     spread = smaller(tl.div_rn(tl.full([1], scale_max * code_max, tl.float32), whole), LARGEST)
     spread = tl.where((whole == 0) | (spread == 0), 1.0, spread)
     by, back = tl.max(spread * (1.0 / code_max), axis=0), tl.max(inverse(spread), axis=0)
-    # Elements are multiplied by the inverse of the scale as stored, not of the exact one, so that dequantizing undoes
-    # just that.
+    # Elements are multiplied by the inverse of the scale as stored, and not of the exact scale, so that dequantizing
+    # reverses exactly this multiplication.
     code = round_to_code(amax * by, 3, 7, 0x7E, 0x7F).to(tl.uint8)
     return code, smaller(inverse(float8_values(code, 3, False) * back), LARGEST)
 
 
 @triton.jit
 def element_offsets(rows, columns, row_stride, column_stride):
-    """Return the offsets of a grid of elements, in int64, since a tensor may have more than 2^31 elements."""
+    """Return the offsets of a grid of elements, in int64, because a tensor may have more than 2^31 elements."""
     return rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride
 
 
 @triton.jit
 def scale_offsets(rows, columns, row_stride, swizzled: tl.constexpr):
-    """Return the offsets of a grid of scales; `swizzle`: in swizzled order, with rows padded to 4 columns."""
+    """Return the offsets of a grid of scales; if `swizzled`, in swizzled order, with rows padded to a multiple of 4
+    columns.
+    """
     if swizzled:
         down, along = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
-        # Blocks of 128 x 4 scales, 512 bytes each; within one, rows 0, 32, 64 and 96 are neighbours.
+        # A block of 128 x 4 scales has 512 bytes; inside a block, rows 0, 32, 64 and 96 are neighbours.
         block = (down // 128) * (row_stride // 4) + along // 4
         offsets = block * 512 + (down % 32) * 16 + (down % 128) // 32 * 4 + along % 4
     else:
@@ -233,18 +246,21 @@ def scale_offsets(rows, columns, row_stride, swizzled: tl.constexpr):
 
 @triton.jit
 def tile_max(x, rows: tl.constexpr, columns: tl.constexpr):
-    """Return the largest magnitude in each tile of a block [R, C]: [R / rows, C / columns]; NaN if the tile has one."""
+    """Return the largest magnitude in each tile of a block [R, C] as [R / rows, C / columns]; NaN if the tile has a
+    NaN.
+    """
     high: tl.constexpr = x.shape[0] // rows
     wide: tl.constexpr = x.shape[1] // columns
     size = x.to(tl.int32, bitcast=True) & ABS
-    # As integers: the order of magnitudes is the same, and NaN, whose bits are the largest, is not lost.
+    # The maximum is computed over integers: the order of magnitudes is the same, and NaN, whose bits are the largest,
+    # is kept.
     row_max = tl.max(tl.reshape(size, [high, rows, wide, columns]), axis=3)
     return tl.max(row_max, axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def times(x, scale, rows: tl.constexpr, columns: tl.constexpr):
-    """Multiply each tile of a block [R, C] by its own scale, [R / rows, C / columns]."""
+    """Multiply each tile of a block [R, C] by the tile's scale, given as [R / rows, C / columns]."""
     high: tl.constexpr = x.shape[0] // rows
     wide: tl.constexpr = x.shape[1] // columns
     tiles = tl.reshape(x, [high, rows, wide, columns]) * scale[:, None, :, None]
@@ -258,9 +274,10 @@ def write_block(
     scheme: tl.constexpr, mantissa: tl.constexpr, scale_max: tl.constexpr, largest: tl.constexpr,
     even: tl.constexpr, native: tl.constexpr, swizzled: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block that starts at (row, column), and store codes and scales.
+    """Quantize the part of a block that starts at (row, column), and store its codes and scales.
 
-    Tiles of rows x columns share an amax, and their scale is stored repeat_rows x repeat_columns times.
+    Tiles of `rows` x `columns` share an amax, and the scale of each such tile is stored `repeat_rows` x
+    `repeat_columns` times.
     """
     x = as_float(raw)
     high: tl.constexpr = x.shape[0] // rows
@@ -289,11 +306,11 @@ def write_block(
 
 @triton.jit
 def store_codes(x, raw, codes, row, column, height, width, stride, mantissa: tl.constexpr, native: tl.constexpr):
-    """Round a block of scaled values and store its codes, 4-bit ones in pairs. Signs are those of `raw`."""
+    """Round a block of scaled values, and store the codes, 4-bit codes in pairs. The signs are those of `raw`."""
     down = row + tl.arange(0, x.shape[0])
     if mantissa == 1:
         nibbles = round_to_code(x, 1, 1, 7, 7) | (sign_of(raw) >> 4)
-        # Neighbours along a row share a byte, the first in the low half.
+        # Two neighbours along a row share a byte; the first is in the low half.
         low, high = tl.split(tl.reshape(nibbles, [x.shape[0], x.shape[1] // 2, 2]))
         along = column // 2 + tl.arange(0, x.shape[1] // 2)
         inside = (down[:, None] < height) & (along[None, :] < width // 2)
@@ -312,7 +329,7 @@ def quantize_block(
     repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
     scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr, swizzled: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the block of a matrix that starts at (row, column): see `quantize_program`."""
+    """Quantize the block of a matrix that starts at (row, column); the arguments are those of `quantize_program`."""
     down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
     inside = (down[:, None] < height) & (along[None, :] < width)
     raw = tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0)
@@ -320,7 +337,7 @@ def quantize_block(
         scale = tl.load(total + tl.arange(0, 1))
         if scheme == TENSOR:
             scale = float8_scale(scale, 448.0 if mantissa == 3 else 57344.0, largest, even)
-        # Every program has the same scale; the first one stores it.
+        # Every program has the same scale, which the first program stores.
         tl.store(scales + tl.arange(0, 1), inverse(scale), mask=row + column == 0)
         scaled = as_float(raw) * scale[:, None]
         store_codes(scaled, raw, codes, row, column, height, width, code_row, mantissa, native)
@@ -333,7 +350,7 @@ def quantize_block(
                 scheme, mantissa, scale_max, largest, even, native, swizzled,
             )  # fmt: skip
         if column_codes is not None:
-            if codes is not None:  # load again, from the cache: keeping it would take up too many registers
+            if codes is not None:  # load again, from the cache, because registers are scarce
                 raw = tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0)
             write_block(
                 raw, column_codes, column_scales, whole, row, column, height, width, column_code_row,
@@ -350,11 +367,11 @@ def quantize_program(
     repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
     scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of a matrix: loaded once, stored rowwise, columnwise or both.
+    """Quantize one block of a matrix: load it once, and store rowwise codes, columnwise codes, or both.
 
-    Tiles are `rows` x `columns` for rowwise codes, and `columns` x `rows` for columnwise codes. Pointers that are None
-    are not written. `total` is one float32: the tensor's amax or, depending on the scheme, a given scale; None if only
-    tiles have amaxes.
+    Tiles are `rows` x `columns` for rowwise codes, and `columns` x `rows` for columnwise codes. Nothing is written to
+    pointers that are None. `total` is one float32: the tensor's amax or, depending on the scheme, a scale that the
+    caller passes; None if only tiles have amaxes.
     """
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
@@ -369,8 +386,8 @@ def quantize_program(
 
 @triton.jit
 def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constexpr, block_columns: tl.constexpr):
-    """Store the largest magnitude of a matrix, as bits, in `most` (int32, initially 0). Programs take every n-th
-    block.
+    """Store the largest magnitude of a matrix, as bits, in `most` (int32, initially 0). Each program processes every
+    n-th block.
     """
     across = tl.cdiv(width, block_columns).to(tl.int64)
     blocks = tl.cdiv(height, block_rows) * across
@@ -381,15 +398,15 @@ def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constex
         inside = (down[:, None] < height) & (along[None, :] < width)
         value = as_float(tl.load(x + element_offsets(down, along, x_row, x_column), mask=inside, other=0))
         largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & ABS)
-    # Atomic over integers: the result does not depend on the order of the programs.
+    # The maximum is an atomic operation on integers, so the result does not depend on the order of the programs.
     tl.atomic_max(most, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
 def as_stored(value, sign, out, native: tl.constexpr):
-    """Round float32 values to the dtype behind the pointer `out`: bfloat16 as 16 bits, float16 or float32.
+    """Round float32 values to the dtype of the pointer `out`: bfloat16 (as 16-bit integers), float16 or float32.
 
-    NaN gets the given sign (int32, 128 or 0) and no payload.
+    A NaN gets the sign in `sign` (int32, 128 or 0) and no payload bits.
     """
     sound = value == value
     if out.dtype.element_ty == tl.float32:
@@ -413,10 +430,10 @@ def dequantize_program(
     block_rows: tl.constexpr, block_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     scheme: tl.constexpr, mantissa: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    """Store the values of one block of codes: code times scale in float32, rounded once.
+    """Store the values of one block of codes: code times scale in float32, rounded once to the dtype of `out`.
 
-    For nvfp4, a tile's scale is first multiplied by the tensor's factor, its amax (`total`) divided by `divisor`. In
-    either dim, blocks are inside one tile or consist of whole tiles.
+    For nvfp4, a tile's scale is first multiplied by the tensor's factor: the amax `total` divided by `divisor`. Along
+    each dim, a block either is inside one tile or consists of whole tiles.
     """
     across = tl.cdiv(width, block_columns)
     program = tl.program_id(0).to(tl.int64)
@@ -435,8 +452,8 @@ def dequantize_program(
     if scheme == TENSOR:
         value *= tl.load(scales)
     else:
-        # A block is either inside one tile or made of whole tiles; in both cases this many elements of it share a
-        # scale.
+        # Along each dim, a block is either inside one tile or made of whole tiles. In both cases, this many of the
+        # block's elements share a scale.
         share_rows: tl.constexpr = min(rows, block_rows)
         share_columns: tl.constexpr = min(columns, block_columns)
         tile_rows = (row + share_rows * tl.arange(0, block_rows // share_rows)) // rows
@@ -446,7 +463,7 @@ def dequantize_program(
         if scheme == E8M0:
             scale = power_of_two(scale.to(tl.int32))
         elif scheme == E4M3:
-            # Computed in double precision, and rounded once.
+            # The factor is computed in double precision, and the scale is rounded once.
             factor = tl.load(total).to(tl.float64) / divisor
             scale = (float8_values(scale, 3, False).to(tl.float64) * factor).to(tl.float32)
         value = times(value, scale, share_rows, share_columns)
@@ -456,7 +473,7 @@ def dequantize_program(
 
 @triton.jit
 def transpose_program(codes, out, height, width, block_rows: tl.constexpr, block_columns: tl.constexpr):
-    """Store the transposes of matrices of bytes, which follow each other in memory."""
+    """Store the transposes of matrices of bytes, which follow one another in memory."""
     program = tl.program_id(0).to(tl.int64)
     across = tl.cdiv(width, block_columns)
     blocks_per_matrix = tl.cdiv(height, block_rows) * across
@@ -474,14 +491,14 @@ def transpose_program(codes, out, height, width, block_rows: tl.constexpr, block
 
 
 HIGH = tl.constexpr(128)
-"""Rows of a block of swizzled scales; each group starts a new block."""
+"""Number of rows of a block of swizzled scales; each group of rows starts a new block."""
 
 
 @triton.jit
 def spans(offsets, groups, height, size: tl.constexpr):
     """Return the first row and the number of rows of each group, int64 [size], clipped to the matrix.
 
-    `offsets` are the rows at which groups end; `size` is a power of two, at least `groups`. Wrong offsets give no
+    `offsets` are the rows after the groups; `size` is a power of two, at least `groups`. Wrong offsets never result in
     negative numbers of rows.
     """
     every = tl.arange(0, size)
@@ -493,9 +510,10 @@ def spans(offsets, groups, height, size: tl.constexpr):
 
 @triton.jit
 def locate_block(block, offsets, groups, height, block_rows: tl.constexpr, size: tl.constexpr):
-    """Return a block's group, the group's first row and number of rows, and the block's first row in the group.
+    """Return a block's group, the group's first row and number of rows, and the block's first row inside the group.
 
-    Each group has at least one block, even if it is empty. Blocks after the last group have group number `groups`.
+    Each group has at least one block, even if the group is empty. Blocks after the last group have `groups` as their
+    group.
     """
     every = tl.arange(0, size)
     start, rows = spans(offsets, groups, height, size)
@@ -526,11 +544,12 @@ def quantize_groups_program(
     repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
     scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr, swizzled: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block of one group as if the group were a separate matrix: see `quantize_program`.
+    """Quantize one block of one group as if the group were a separate matrix; the arguments are those of
+    `quantize_program`.
 
-    `total` has one number for each group. Scales of a group's tiles follow those of the group before it (`swizzle`:
-    from the next multiple of 128 rows on). Wrong offsets that would exceed the `tile_rows` (or `column_tile_rows`) of
-    the buffers write nothing.
+    `total` has one number for each group. The scales of a group's tiles follow those of the previous group; if
+    `swizzled`, they begin at the next multiple of 128 rows. Blocks that wrong offsets place beyond `tile_rows` (or
+    `column_tile_rows`) write nothing.
     """
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
@@ -589,7 +608,9 @@ def quantize_rows_program(
     block_rows: tl.constexpr, block_columns: tl.constexpr, mantissa: tl.constexpr,
     largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a block of rows, each by its own amax, which a first pass finds; only rows of groups are written."""
+    """Quantize a block of rows, each by its own amax, which a first pass computes; rows outside of all groups are not
+    written.
+    """
     row = tl.program_id(0).to(tl.int64) * block_rows
     stop = tl.minimum(tl.load(offsets + groups - 1).to(tl.int64), height)
     down = row + tl.arange(0, block_rows)
