@@ -1,10 +1,10 @@
-"""Portable checkpoints for large PyTorch models: the same model in many layouts, bit for bit.
+"""Portable checkpoints for large PyTorch models: the same model in the layouts of many frameworks, bit for bit.
 
 import transaxle as tx
 
-ck = tx.open("Qwen3-30B-A3B/")          # a mapping; nothing is loaded, torch is not imported
+ck = tx.open("Qwen3-30B-A3B/")          # a mapping of tensors; no tensor is read, and torch is not imported
 tx.convert(ck, "out/", to="torchtitan")
-tx.load(model, "out/")                  # a live model, sharded in any way; this imports torch
+tx.load(model, "out/")                  # a live model, sharded in any way; this call imports torch
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transaxle.errors import CODES, Refusal, TransaxleError
 __version__ = "0.2.0"
 
 _LAZY = "transaxle.verbs"
-"""Module that defines all public names without an entry in `_ELSEWHERE`; imported on first use."""
+"""Module that defines all public names without an entry in `_ELSEWHERE`; it is imported when a name is first used."""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.hugging_face",
     "Checkpoint": "engine.checkpoint.checkpoint",
@@ -54,10 +54,10 @@ _ELSEWHERE = {
     "sharding": "live.reshard",
     "state_dict_as": "live.state_dict_adapter",
 }
-"""Public name -> module that defines it: result types, and functions on live models, which import torch."""
+"""Public name -> module that defines it, for result types, and for functions on live models, which import torch."""
 
 _ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
-"""Subpackages that have public names, such as `tx.quant.MXFP8`; importing a subpackage imports torch."""
+"""Subpackages that contain public names, such as `tx.quant.MXFP8`; importing any of these subpackages imports torch."""
 
 if TYPE_CHECKING:
     from transaxle import nn, parallel, quant, refit
@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for completion and `help`; if torch is missing, only the names that do not need it."""
+    """Return the public names, for completion and `help`; if torch is missing, only names that do not need torch."""
     hidden = () if _has_torch() else filter(_is_live, __all__)
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))}.difference(hidden))
 

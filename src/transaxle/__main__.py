@@ -1,4 +1,4 @@
-"""`python -m transaxle` runs the command line, for when its script is not on the PATH."""
+"""`python -m transaxle` runs the command line, for users whose PATH does not contain the script `transaxle`."""
 
 from transaxle.cli import main
 

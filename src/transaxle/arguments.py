@@ -1,7 +1,8 @@
-"""Arguments that many public functions share: their types, and the functions that read and check them.
+"""Arguments that many public functions have in common: their types, and the functions that read and check them.
 
-`config` means the same in `open`, `save` and `reshard`; `shard_size` means the same in Python and on the command line:
-every public function annotates such an argument with a type of this module, and reads it with its `read_…` function.
+`config` means the same in `open`, `save` and `reshard`, and `shard_size` means the same in Python and on the command
+line. Every public function annotates such an argument with a type of this module, and reads it with a `read_…` function
+of this module.
 """
 
 from __future__ import annotations
@@ -34,22 +35,26 @@ class Configuration(Protocol):
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 PathLike: TypeAlias = str | os.PathLike[str]
-"""A path on this machine or a URL."""
+"""Type of an argument that is a path on this machine or a URL."""
 Config: TypeAlias = PathLike | Mapping[str, Any] | Configuration
-"""A model's config: path of a config.json or of its folder, its content as a mapping, or an object with `to_dict()`."""
+"""A model's config: the path of a config.json or of its folder, the content as a mapping, or an object with
+`to_dict()`.
+"""
 Axes: TypeAlias = Mapping[str, int] | str | Sequence[str]
 """Sizes of axes: a mapping `{"g": 8}`, or texts as on the command line: "g=8" or ["g=8", "e=4"]."""
 Size: TypeAlias = int | str
 """A number of bytes: 5_000_000_000, or a text such as "5GB" (GB: 10^9) or "500MiB" (MiB: 2^20)."""
 Patterns: TypeAlias = str | Sequence[str]
-"""Patterns of tensor names, in which `*` matches any characters; a single pattern needs no list."""
+"""Patterns of tensor names, in which `*` matches any characters; a single pattern may be passed without a list."""
 DType: TypeAlias = "str | torch.dtype"
 """An element type: a `torch.dtype`, its name ("bfloat16"), a short name ("bf16") or a safetensors code ("BF16")."""
 EVERYTHING: Literal["everything"] = "everything"
 Overwrite: TypeAlias = bool | Literal["everything"]
-"""Whether to replace an existing checkpoint; `everything`: also delete all other files in its folder."""
+"""Whether to replace an existing checkpoint; `everything` means to delete also all other files in its folder."""
 Weights: TypeAlias = Literal["fp32", "lp"]
-"""Which weights of a DeepSpeed or Megatron checkpoint to read: the optimizer's fp32, or the model's own (`lp`)."""
+"""Which weights of a DeepSpeed or Megatron checkpoint to read: those of the optimizer (`fp32`) or of the model
+(`lp`).
+"""
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = "kmgt"
@@ -61,16 +66,16 @@ _SHORT_NAMES = {
 }  # fmt: skip
 """Lower-case name of a floating-point type -> short name of the type."""
 _DIGITS = 9
-"""Largest number of digits of a rank or world size in an environment variable."""
+"""Maximum number of digits of a rank or world size in an environment variable."""
 _LONGEST_VALUE = 80
-"""Number of characters of a wrong value that an error shows."""
+"""Maximum number of characters of a wrong value that an error shows."""
 _LISTED = 5
-"""Number of accepted keywords that an error lists."""
+"""Maximum number of accepted keywords that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Parallel degrees of a target checkpoint whose format has separate files for each rank."""
+    """Parallel degrees of a target checkpoint, for formats that have separate files for each rank."""
 
     tp: int = 1
     """Number of tensor-parallel ranks."""
@@ -79,11 +84,11 @@ class Degrees:
     ep: int = 1
     """Number of expert-parallel ranks."""
     rows: int = 128
-    """Divisor of vocabulary rows: they are padded to a multiple of this number times `tp`."""
+    """Vocabulary rows are padded to a multiple of this number times `tp`."""
 
 
 def wrong_type(argument: str, accepted: str, value: object) -> TypeError:
-    """Build (not raise) the TypeError for an argument of a wrong type."""
+    """Build the TypeError for an argument of a wrong type, without raising it."""
     return TypeError(f"{argument} must be {accepted}; got {_repr_of(value)} ({type(value).__name__})")
 
 
@@ -93,9 +98,10 @@ def _repr_of(value: object) -> str:
 
 
 def suggests(function: _Function) -> _Function:
-    """Decorate a function: the error of a call with an unknown or missing keyword suggests the right keyword.
+    """Decorate a function so that a call with an unknown or missing keyword raises an error that suggests the right
+    keyword.
 
-    From 3.13 on Python itself suggests a name for an unknown keyword. The function's signature is preserved.
+    From version 3.13 on, Python itself suggests a name for an unknown keyword. The function's signature is preserved.
     """
     parameters = inspect.signature(function).parameters
     name = function.__qualname__.removesuffix(".__init__")
@@ -123,12 +129,12 @@ def read_options(verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         verb: name of the public function, a key of `options.VERBS`.
-        arguments: all options of the public function, and possibly its other arguments.
+        arguments: argument name -> value, for all options of the public function, and possibly for further arguments.
 
     Raises:
         TypeError: if a value has a wrong type, or options exclude each other.
         ValueError: if the option does not accept the number or text.
-        StorageError: with the code IO for a path with a character that no file system accepts.
+        StorageError: with the code IO if a path has a character that no file system accepts.
     """
     values = {name: read_option(OPTIONS[name], arguments[name]) for name in VERBS[verb]}
     chosen = {name: value for name, value in values.items() if value != OPTIONS[name].default}
@@ -145,7 +151,7 @@ def read_option(option: Option, value: Any) -> Any:
         return read_text(option.name, value, option.example)
     if option.kind == "choice":
         return _read_choice(option, value)
-    # The public function checks these values with the target, to raise all refusals together.
+    # The public function checks these values together with the target, so that all refusals are raised together.
     if option.kind in {"on", "overwrite"}:
         return value
     if option.kind == "axes":
@@ -156,9 +162,9 @@ def read_option(option: Option, value: Any) -> Any:
 
 
 def _read_choice(option: Option, value: Any) -> str:
-    """Return the choice that a value means; case does not matter, and a floating-point type may have any of its names.
+    """Return the choice that a value means; case is ignored, and a floating-point type may have any of its names.
 
-    A text that is no choice is returned unchanged, and refused later.
+    A text that is none of the choices is returned unchanged, and refused later.
 
     Raises:
         TypeError: if the value is not a str.
@@ -170,7 +176,7 @@ def _read_choice(option: Option, value: Any) -> str:
 
 
 def _needs_keyword(function: str, value: object, keywords: Sequence[str]) -> str:
-    """Return the error text for a positional argument that is only accepted as a keyword."""
+    """Return the error text for a positional argument that is accepted only as a keyword argument."""
     text = _repr_of(value)
     if len(keywords) == 1:
         return f"{function}() takes {text} only with its keyword: {keywords[0]}={text}"
@@ -182,8 +188,8 @@ def read_number_of_job(name: str, default: int | None = None) -> int:
     """Read a number from an environment variable that a launcher such as torchrun sets.
 
     Args:
-        name: name of the variable, such as `RANK`.
-        default: value if the variable is not set; None means that the variable must be set.
+        name: name of the environment variable, such as `RANK`.
+        default: the result if the variable is not set; None means that the variable must be set.
 
     Raises:
         UsageError: with the code AMBIGUOUS if the variable is not a non-negative integer.
@@ -196,7 +202,7 @@ def read_number_of_job(name: str, default: int | None = None) -> int:
 
 
 def read_path(argument: str, value: object) -> str:
-    """Return a path or URL as a str.
+    """Return a path or URL as a str, after checking its type.
 
     Raises:
         TypeError: if the value is neither a `str` nor an `os.PathLike` of a `str`.
@@ -215,14 +221,14 @@ def read_path(argument: str, value: object) -> str:
 
 
 def read_source(argument: str, value: object) -> str:
-    """Return the path of a source; an opened checkpoint is refused. Raises the errors of `read_path`."""
+    """Return the path of a source. An opened checkpoint is refused; the errors of `read_path` are raised too."""
     if not isinstance(value, str | os.PathLike):
         raise wrong_type(argument, "a path (a str or an os.PathLike), or an opened checkpoint", value)
     return read_path(argument, value)
 
 
 def read_text(argument: str, value: object, example: str) -> str:
-    """Return a text, such as the name of a family, dialect or format.
+    """Return an argument that must be a text, such as the name of a family, dialect or format.
 
     Args:
         argument: name of the argument, for the error.
@@ -238,12 +244,12 @@ def read_text(argument: str, value: object, example: str) -> str:
 
 
 def read_optional_text(argument: str, value: object, example: str) -> str | None:
-    """Return a text, or None for None; raises the errors of `read_text`."""
+    """Return a text, or None if the value is None; raises the errors of `read_text`."""
     return None if value is None else read_text(argument, value, example)
 
 
 def read_size(argument: str, value: object) -> int:
-    """Return a number of bytes.
+    """Return a number of bytes from an integer or from a text such as "5GB".
 
     Raises:
         TypeError: if the value is neither an integer nor a str.
@@ -261,7 +267,9 @@ def read_size(argument: str, value: object) -> int:
 
 
 def parse_size(text: str) -> int | None:
-    """Parse a number of bytes such as `5GB`, `512MB`, `1.5 GiB` or `1000`; None if the text is not a finite size."""
+    """Parse a text for a number of bytes such as `5GB`, `512MB`, `1.5 GiB` or `1000`; None if it is not a
+    finite size.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -271,7 +279,7 @@ def parse_size(text: str) -> int | None:
 
 
 def read_config(value: object) -> str | Mapping[str, Any] | None:
-    """Return a config's content, or the path of a config, which is not read yet; None for None.
+    """Return a config's content, or the path of a config that has not been read; None if the value is None.
 
     Raises:
         TypeError: if the value has none of the types of `Config`.
@@ -287,7 +295,7 @@ def read_config(value: object) -> str | Mapping[str, Any] | None:
 
 
 def read_axes(value: object) -> dict[str, int]:
-    """Return axis -> size; empty for None.
+    """Return axis -> size; empty if the value is None.
 
     Raises:
         TypeError: if the value is neither a mapping of names to integers nor a text or list of texts.
@@ -331,7 +339,7 @@ def read_count(argument: str, value: object) -> int:
 
 
 def read_flag(argument: str, value: object) -> bool:
-    """Return a bool.
+    """Return a value that must be True or False.
 
     Raises:
         TypeError: if the value is neither True nor False.
@@ -342,20 +350,20 @@ def read_flag(argument: str, value: object) -> bool:
 
 
 def check_flags(**flags: object) -> None:
-    """Refuse arguments that are neither True nor False, since a text such as "false" would count as True.
+    """Refuse arguments that are neither True nor False, because a text such as "false" would count as True.
 
     Raises:
-        TypeError: for the first argument that is neither True nor False.
+        TypeError: if an argument is neither True nor False; the error names the first such argument.
     """
     for argument, value in flags.items():
         read_flag(argument, value)
 
 
 def read_degrees(options: Mapping[str, Any]) -> Degrees | None:
-    """Return the parallel degrees of a target checkpoint; None if no degree is given.
+    """Return the parallel degrees of a target checkpoint; None if no degree is set.
 
     Args:
-        options: `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`; each may be missing.
+        options: option name -> value, for `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`; each may be missing.
 
     Raises:
         TypeError: if a degree is not an integer.
@@ -367,7 +375,7 @@ def read_degrees(options: Mapping[str, Any]) -> Degrees | None:
 
 
 def read_patterns(argument: str, value: object) -> tuple[str, ...]:
-    """Return patterns of names as a tuple.
+    """Return patterns of tensor names as a tuple.
 
     Raises:
         TypeError: if the value is neither a `str` nor a sequence of `str`.
@@ -388,7 +396,7 @@ def read_float_type(argument: str, value: object) -> str | None:
     """
     if value is None:
         return None
-    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"  # torch may not be imported here
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"  # torch must not be imported
     name = str(value).removeprefix("torch.") if is_dtype else value
     if not isinstance(name, str):
         raise wrong_type(argument, 'an element type such as "bf16" or torch.bfloat16', value)
@@ -399,7 +407,7 @@ def read_overwrite(overwrite: object) -> Overwrite:
     """Check the value of the option `overwrite`, and return it.
 
     Raises:
-        UsageError: with the code AMBIGUOUS for a value other than True, False and `everything`.
+        UsageError: with the code AMBIGUOUS if the value is not True, False or `everything`.
     """
     if overwrite is True or overwrite is False:
         return overwrite
@@ -419,4 +427,4 @@ _READERS: Mapping[str, Callable[[str, object], Any]] = {
     "size": read_size,
     "switch": read_flag,
 }
-"""Kind of an option -> function that reads its value."""
+"""Kind of an option -> function that reads and checks the option's value."""

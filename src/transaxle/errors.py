@@ -1,16 +1,16 @@
-"""All exception classes of Transaxle, and the closed set of its refusal codes.
+"""All exception classes of Transaxle, and the closed set of their codes, each of which names a kind of problem.
 
 TransaxleError
-├── Refused     exit 3   one or more refusals: the input is unsafe, corrupt, unsupported or would be lossy
-├── UsageError  exit 2   the call is wrong: unknown option or axis, the target exists, the dialect is ambiguous
+├── Refused     exit 3   the input is unsafe, corrupt or unsupported, or the conversion would be lossy
+├── UsageError  exit 2   the call is wrong: unknown option or axis, existing target, ambiguous dialect
 └── StorageError exit 4  the storage failed: missing or unreadable source, no space
 
-Errors for a missing file, denied access, a folder in place of a file (or the reverse) and an existing target have
-classes that also derive from the built-in FileNotFoundError, PermissionError, IsADirectoryError,
+Errors for a missing file, denied access, a folder in place of a file (or a file in place of a folder) and an existing
+target have classes that also derive from the built-in FileNotFoundError, PermissionError, IsADirectoryError,
 NotADirectoryError and FileExistsError.
 
-Every error has a `code` of `CODES`, a `where` (file, tensor) and a `hint` (what to do). Problems are collected and
-raised together: `.refusals` has all of them, most important first.
+Every error has a `code` (one of `CODES`), a `where` (file and tensor) and a `hint` (what to do). Problems are collected
+and raised together: `.refusals` contains all of them, the most important first.
 """
 
 from __future__ import annotations
@@ -55,21 +55,23 @@ _STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
 _MAX_PROBLEMS = 100
 """Maximum number of problems that are collected for one error."""
 LONGEST_NAME = 4_096
-"""Maximum length of a tensor's name in characters, as for a path; a hostile file may have names of 100 MB."""
+"""Maximum length in characters of a tensor's name, as for a path; a hostile file may have names of 100 MB."""
 _LONGEST_TEXT = 10_000
-"""Maximum number of shown characters of a message: enough for lists, too few for a name of megabytes."""
+"""Maximum number of characters of a message that are shown: enough for lists, too few for a name of megabytes."""
 
 _RUN, _QUOTED = re.compile(r"\S+"), re.compile(r"[^\s'\"]+")
 _URL, _WEB = re.compile(r":\\?/"), re.compile(r"(?i)\bhttps?:\\?/")
-r"""Patterns of a URL; the slashes may be escaped as `\/`, as in some JSON."""
+r"""Patterns for the beginning of a URL; the slashes may be escaped as `\/`, as in some JSON."""
 _PASSWORD = re.compile(r":\\?/[\\/]*[^/@:\s]*:(?!\d{1,5}(?:[/?#\s'\",)]|$))")
-"""Start of a password in a URL; a password may contain `/` and `@`, but digits before a `/` are a port."""
+"""Pattern for the beginning of a URL with a password. A password may contain `/` and `@`, but digits before a `/` are a
+port.
+"""
 _KEY = re.compile(r"(?i)\bs3a?:\\?/[\\/]*[^/@:\s]*:")
-"""Start of a secret key in an S3 URL, where digits are never a port."""
+"""Pattern for the beginning of an S3 URL with a secret key; in such a URL, digits are never a port."""
 _TOKEN = re.compile(r"(?i)(\bhttps?:\\?/[\\/]*)[^\\/@:\s]+@")
-"""A user name without a password in a URL; this name may be an access token."""
+"""Pattern for a URL's user name without a password; such a name may be an access token."""
 HIDDEN = "…"
-"""Text that replaces a secret in shown texts."""
+"""Text that replaces a secret in texts that are shown."""
 
 _COMMAND = re.compile(r"(?:torchrun|transaxle)(?: [^\s,;)`]+)+")
 _OPTION = re.compile(r"(--[a-z][a-z0-9-]*[a-z])(=\w+)?")
@@ -79,11 +81,11 @@ _PROSE = frozenset({
     "if", "instead", "is", "leaves", "looks", "lists", "makes", "of", "on", "or", "reads", "says", "takes", "that",
     "the", "there", "what", "where", "which", "with", "writes",
 })  # fmt: skip
-"""English words that may follow an option in a sentence without being the option's value."""
+"""English words that may follow an option in a sentence but are not the option's value."""
 
 
 def in_both_languages(text: str) -> str:
-    """Add the equivalent Python keyword, in parentheses, after each command-line option in a hint.
+    """Add to a hint, after each command-line option, the equivalent Python keyword in parentheses.
 
     Complete commands, and options whose Python keyword the text already contains, are not changed.
     """
@@ -122,7 +124,7 @@ def _in_python(keyword: str, typed_value: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Remove passwords, access tokens (in place of a user name) and query strings from the URLs in a text."""
+    """Remove passwords, access tokens (used as user names) and query strings from the URLs in a text."""
     if _URL.search(text) is None:
         return text
     text = _TOKEN.sub(rf"\1{HIDDEN}@", _RUN.sub(_without_password, text))
@@ -149,7 +151,7 @@ def _without_query(run: re.Match[str]) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Replace the middle of a text longer than `limit` characters by a note of the text's length."""
+    """Replace the middle of a text by a note of the text's length, if the text is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -158,7 +160,7 @@ def shortened(text: str, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """File and tensor that a refusal is about."""
+    """The file and the tensor that an error concerns."""
 
     file: str | None = None
     """Path of the file as the user typed it, or name of the file inside the checkpoint."""
@@ -174,13 +176,13 @@ class Refusal:
     """One reason why something is refused."""
 
     code: Code
-    """Member of the closed set `CODES`."""
+    """Code of the reason: a member of the closed set `CODES`."""
     message: str
-    """Description of the problem, such as the table line, and the expected and the actual value."""
+    """Description of the problem, such as the mapping rule, and the expected and the actual value."""
     where: Where = field(default_factory=Where)
-    """File and tensor where the problem is."""
+    """The file and the tensor with the problem."""
     hint: str = ""
-    """Advice to the user, both for Python and for the command line."""
+    """Advice to the user, in the words of Python and of the command line."""
     detail: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """Function that computes the data of a figure for report pages; None if the refusal has no figure."""
     system: type[OSError] | None = field(default=None, compare=False, repr=False)
@@ -190,7 +192,9 @@ class Refusal:
         object.__setattr__(self, "hint", in_both_languages(self.hint))
 
     def shown(self) -> Refusal:
-        """Return the refusal with texts fit for printing: very long texts are cut, and secrets in URLs removed."""
+        """Return the refusal with texts that can be printed: very long texts are shortened, and secrets in URLs are
+        removed.
+        """
         file = self.where.file and shortened(without_secrets(self.where.file), LONGEST_NAME)
         tensor = self.where.tensor and shortened(self.where.tensor, LONGEST_NAME)
         message, hint = (shortened(without_secrets(text), _LONGEST_TEXT) for text in (self.message, self.hint))
@@ -206,7 +210,7 @@ class Refusal:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the refusal as plain JSON data; very long texts are cut, as in `str()`."""
+        """Return the refusal as plain JSON data; very long texts are shortened, as in `str()`."""
         shown = self.shown()
         return {
             "code": self.code,
@@ -218,9 +222,9 @@ class Refusal:
 
 
 class TransaxleError(Exception):
-    """Base class of all errors for bad input, bad calls and storage failures; one error lists every problem.
+    """Base class of all errors for bad input, bad calls and storage failures; one exception lists every problem.
 
-    `str(error)` shows the first 30 problems: code, file and tensor, message and hint of each.
+    `str(error)` shows the first 30 problems, each with code, file, tensor, message and hint.
 
     Attributes:
         refusals: every problem, most important first; never empty.
@@ -259,47 +263,49 @@ class TransaxleError(Exception):
 
 
 class Refused(TransaxleError):
-    """The input is unsafe, corrupt, unsupported or would be lossy (exit code 3)."""
+    """Raised if the input is unsafe, corrupt or unsupported, or if the conversion would be lossy (exit code 3)."""
 
 
 class UsageError(TransaxleError):
-    """The call is wrong: the target exists, an axis or family is unknown, or a dialect is ambiguous (exit code 2)."""
+    """Raised if the call is wrong: the target exists, an axis or family is unknown, a dialect is ambiguous (exit code
+    2).
+    """
 
     exit_code = 2
 
 
 class StorageError(TransaxleError):
-    """The storage failed: a missing or unreadable source, an unwritable target, no space (exit code 4)."""
+    """Raised if the storage failed: a missing or unreadable source, an unwritable target, no space (exit code 4)."""
 
     exit_code = 4
 
 
 class MissingFileError(StorageError, FileNotFoundError):
-    """A `StorageError` for a file or folder that does not exist."""
+    """Raised for a file or folder that does not exist."""
 
     errno = numbers.ENOENT
 
 
 class NoAccessError(StorageError, PermissionError):
-    """A `StorageError` for a file or folder to which access is denied."""
+    """Raised for a file or folder to which access is denied."""
 
     errno = numbers.EACCES
 
 
 class FolderError(StorageError, IsADirectoryError):
-    """A `StorageError` for a folder where a file is needed."""
+    """Raised for a folder where a file is required."""
 
     errno = numbers.EISDIR
 
 
 class NoFolderError(StorageError, NotADirectoryError):
-    """A `StorageError` for a path that has a file in place of a folder."""
+    """Raised for a path on which a file is in place of a folder."""
 
     errno = numbers.ENOTDIR
 
 
 class ExistsError(UsageError, FileExistsError):
-    """A `UsageError` for a target that exists."""
+    """Raised for a target that already exists."""
 
     errno = numbers.EEXIST
 
@@ -310,7 +316,7 @@ OF_SYSTEM: dict[type[OSError], type[StorageError]] = {
     IsADirectoryError: FolderError,
     NotADirectoryError: NoFolderError,
 }
-"""Built-in exception class -> Transaxle class that also derives from it."""
+"""Built-in exception class -> class of Transaxle that also derives from the built-in class."""
 
 
 def refuse(
@@ -322,15 +328,15 @@ def refuse(
     hint: str = "",
     system: type[OSError] | None = None,
 ) -> TransaxleError:
-    """Build (not raise) the error for one refusal; the error's class depends on `code` and `system`."""
+    """Build the error for a single refusal, without raising it; the error's class depends on `code` and `system`."""
     return gathered([Refusal(code, message, Where(file, tensor), hint, system=system)])
 
 
 def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
-    """Build the error for several refusals.
+    """Build the error for several refusals, without raising it.
 
-    The most important refusal, in the order storage, refused, usage, determines error class and exit code: a
-    broken source explains more than a missing option.
+    The most important refusal determines the class and the exit code of the error. Storage failures are most important,
+    then refused input, then wrong usage, because a broken source explains more than a missing option.
     """
     items = sorted(refusals, key=lambda r: (r.code not in _STORAGE, r.code in _USAGE))
     first = items[0].code
@@ -352,15 +358,15 @@ class Faults:
 
     @property
     def full(self) -> bool:
-        """Whether the maximum number of problems is reached, so that the search for problems can stop."""
+        """Whether the maximum number of problems has been reached, so that the search for problems can stop."""
         return len(self._refusals) >= _MAX_PROBLEMS
 
     def add(self, code: Code, message: str, file: str | None, tensor: str | None = None, hint: str = "") -> None:
-        """Add one refusal, given by its fields."""
+        """Add one refusal, whose fields are the arguments."""
         self.extend(Refusal(code, message, Where(file, tensor), hint))
 
     def extend(self, *refusals: Refusal) -> None:
-        """Add existing refusals, such as those of a caught error."""
+        """Add existing refusals, such as those of an error that was caught."""
         self._refusals.extend(refusals[: _MAX_PROBLEMS - len(self._refusals)])
 
     def error(self) -> TransaxleError:

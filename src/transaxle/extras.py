@@ -1,6 +1,7 @@
-"""The pip command that installs the packages of an optional extra of Transaxle, by the packages' names.
+"""The pip command that installs the packages of an optional extra of Transaxle, listed by their own names.
 
-`pip install 'transaxle[report]'` would look for Transaxle in a package index, and fail if Transaxle comes from a clone.
+The command `pip install 'transaxle[report]'` would look for Transaxle in a package index, and fail if Transaxle was
+installed from a clone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def install(extra: str) -> str:
 
     try:
         listed = requires(_NAME) or []
-    except PackageNotFoundError:  # the package is not installed: its source tree is on the path
+    except PackageNotFoundError:  # Transaxle runs from its source tree
         listed = []
     parts = [requirement.partition(";") for requirement in listed]
     packages = [package.strip() for package, _, marker in parts if extra in _EXTRA.findall(marker)]

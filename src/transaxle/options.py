@@ -1,8 +1,8 @@
 """Table of the options of all public functions: name, kind, default, help text and command-line spelling.
 
-Public functions ("verbs") take these options as keyword arguments; tests compare signatures with this table. The
-command line and error hints take their spellings from the table. The module also lists combinations of options
-that no verb accepts. It imports nothing of the package, so every module may import it.
+Public functions ("verbs") have these options as keyword arguments; tests compare the signatures with this table. The
+command line and the hints of errors use the spellings in this table. The module also lists combinations of options that
+no verb accepts. It imports no other module of the package, so every module may import it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal[
 ]  # fmt: skip
 """Kind of an option's value, for `transaxle.arguments`. A switch is True, False or None; a flag is True or False."""
 SHARD_SIZE = 5_000_000_000
-"""Default maximum of the bytes of tensors in one written file."""
+"""Default maximum number of bytes of tensors in one written file."""
 _MAX_COUNT = 1 << 20
 
 
@@ -34,17 +34,19 @@ class Option:
     default: Any = None
     """Default value of the option."""
     flags: tuple[str, ...] = ()
-    """Spellings on the command line; messages use the first one. If empty, the only spelling is `--` and the name."""
+    """Spellings on the command line; messages use the first spelling. If empty, the only spelling is `--` and
+    the name.
+    """
     metavar: str = ""
     """Placeholder for the value in the help text."""
     example: str = ""
     """A valid value of the option, shown in error messages."""
     choices: tuple[str, ...] = ()
-    """Values that the command line accepts; empty means any value."""
+    """Values that the command line accepts; empty means that any value is accepted."""
     maximum: int = _MAX_COUNT
-    """Largest accepted value, for an option of kind count."""
+    """Maximum value, for an option whose kind is `count`."""
     required: bool = False
-    """Whether the user must give the option."""
+    """Whether the user must set the option."""
     common: bool = False
     """Whether `--help` shows this option for a command with many options; `--help-all` shows all options."""
 
@@ -126,19 +128,19 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
         Option("write", "path", "Write the plan into a file, for `work`.", metavar="PLAN", common=True),
     ),
 }  # fmt: skip
-"""Section title in the help text -> options of the section."""
+"""Title of a section in the help text -> options of the section."""
 OPTIONS: Mapping[str, Option] = {option.name: option for section in SECTIONS.values() for option in section}
 
 READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", "optimizer", "average")
-"""Options that say how a checkpoint is recognised and read."""
+"""Options that determine how a checkpoint is recognised and read."""
 OPENING = (*READING, "decode", "dtype", "merge", "only", "skip")
-"""Options of `open`: the `READING` options, and options that change or select what is read."""
+"""Options of `open`: the `READING` options, and options that change or select the values that are read."""
 OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
-"""When two checkpoints are compared: options that apply only to the first."""
+"""Options that apply only to the first checkpoint, if two checkpoints are compared."""
 OF_ONE = frozenset({"decode", "weights", "average"})
-"""When two checkpoints are compared: options that one of them may lack a use for (nothing to decode or choose)."""
+"""Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""
 SHAPING = ("shard_size", "allow_lossy", "strict")
-"""Options of a conversion's target whose values are plain data."""
+"""Options that shape a conversion's target and whose values are plain data."""
 _DEGREES = ("tp", "pp", "ep", "make_vocab_size_divisible_by")
 _WRITING = (*OPENING, *SHAPING, "encode", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
@@ -158,18 +160,22 @@ class Exclusion:
     """A combination of options that no verb accepts."""
 
     names: tuple[str, ...]
-    """Options that exclude each other; or, if `needs` is not empty, options that require an option of `needs`."""
+    """Options that exclude each other; or, if `needs` is not empty, options that require one of the options in
+    `needs`.
+    """
     needs: tuple[str, ...] = ()
-    """Options of which one must be given with any of `names`; empty means the options in `names` exclude each other."""
+    """Options of which at least one must be set together with any of `names`; if empty, the options in `names` exclude
+    each other.
+    """
     why: str = ""
-    """Reason, appended to the error message."""
+    """Reason that is appended to the error message."""
 
     def sentence(self, verb: str, given_names: Collection[str], spell: Callable[[str], str]) -> str:
-        """Return the error message for the given options; empty if this exclusion allows them.
+        """Return the error message for the options that the user set; empty if this exclusion allows them.
 
         Args:
             verb: name of the public function, which may have only some of the options in `names`.
-            given_names: names of the given options.
+            given_names: names of the options that the user set.
             spell: function that returns an option's spelling for the message.
         """
         chosen = [spell(name) for name in self.names if name in given_names]
@@ -188,22 +194,22 @@ EXCLUSIONS = (
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),
 )
-"""All combinations of options that are refused whatever the checkpoint."""
+"""All combinations of options that are refused for every checkpoint."""
 
 
 def combination_error(verb: str, given_names: Collection[str], spell: Callable[[str], str] = str) -> str:
-    """Return the error message for a combination of options; empty if the combination is allowed.
+    """Return the error message for a combination of options; empty if no exclusion forbids the combination.
 
     Args:
         verb: one of `VERBS`.
-        given_names: names of the given options.
+        given_names: names of the options that the user set.
         spell: function that returns an option's spelling: its name (in Python) or `command_spelling` (command line).
     """
     return next(filter(None, (each.sentence(verb, given_names, spell) for each in EXCLUSIONS)), "")
 
 
 def command_spelling(name: str) -> str:
-    """Return the main spelling of an option on the command line, without a value."""
+    """Return the spelling of an option on the command line that messages use, without a value."""
     return OPTIONS[name].spellings[0]
 
 
@@ -213,7 +219,7 @@ def select(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _in_python() -> dict[str, str]:
-    """Return command-line spelling -> Python keyword; `=VALUE` is appended if the spelling takes no value."""
+    """Return command-line spelling -> Python keyword; `=VALUE` is part of the keyword if the spelling has no value."""
     keywords = {}
     for option in OPTIONS.values():
         values = {"flag": "=True", "switch": "=True", "overwrite": "=True"}
@@ -225,4 +231,4 @@ def _in_python() -> dict[str, str]:
 
 
 KEYWORDS: Mapping[str, str] = _in_python()
-"""Command-line spelling -> Python keyword; `=VALUE` is appended if the spelling takes no value."""
+"""Command-line spelling -> Python keyword; `=VALUE` is part of the keyword if the spelling has no value."""

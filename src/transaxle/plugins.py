@@ -1,7 +1,7 @@
 """Plugins: entry points of installed packages that extend Transaxle.
 
-A search for plugins reads the metadata of all installed distributions. It happens at most once per process,
-and only if no format or table that ships with Transaxle fits.
+A search for plugins reads the metadata of all installed distributions. It happens at most once per process, and only if
+no format or model family that ships with Transaxle fits the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Plugin:
     """One entry point of an installed package."""
 
     group: str
-    """Entry point group, such as `transaxle.formats`."""
+    """Name of the entry point group, such as `transaxle.formats`."""
     name: str
-    """Name of the entry point in its group."""
+    """Name of the entry point inside its group."""
     package: str
     """Name and version of the distribution that declares the entry point."""
     _load: Callable[[], Any] = field(repr=False)
@@ -50,12 +50,14 @@ class Plugin:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return whether an error raised in a plugin is due to the user or machine (Ctrl-C, no memory), not the plugin."""
+    """Return whether an error in a plugin was caused by the user or the machine (Ctrl-C, no memory) and not by the
+    plugin.
+    """
     return isinstance(error, KeyboardInterrupt | GeneratorExit | MemoryError)
 
 
 def aside() -> AbstractContextManager[object]:
-    """Redirect a plugin's output to standard error: a program may read the result from standard output."""
+    """Redirect a plugin's output to standard error, because other programs may read results from standard output."""
     return redirect_stdout(sys.stderr)
 
 
@@ -64,7 +66,7 @@ def plugins(group: str) -> tuple[Plugin, ...]:
     """Return the entry points of a group, sorted by name.
 
     Raises:
-        Refused: with the code NAME_COLLISION if two packages have entry points of the same name.
+        Refused: with the code NAME_COLLISION if two packages have entry points with the same name.
     """
     from importlib.metadata import entry_points
 

@@ -1,7 +1,7 @@
-"""Time trace of the program: when each stage ran on each thread, in the format of Chrome, Perfetto and Speedscope.
+"""Records when each stage of a run was active on each thread, in the trace format of Chrome, Perfetto and Speedscope.
 
-If no trace is recorded, a `span` costs one comparison; otherwise about a microsecond, so spans enclose stages and
-blocks of bytes, never single values.
+If no trace is recorded, a `span` costs one comparison; otherwise it costs about a microsecond. So spans surround stages
+and blocks of bytes, never single values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Trace:
-    """Recorded spans of time, in the order in which they ended, from several threads."""
+    """A record of spans of time, from several threads, in the order in which the spans ended."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, int, int, int, int | None]] = []
@@ -29,7 +29,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, size: int | None) -> Iterator[None]:
-        """Record how long the `with` block takes, even if it raises an error."""
+        """Record how long the `with` block runs, even if the block raises an error."""
         begin = time.perf_counter_ns()
         try:
             yield
@@ -37,9 +37,9 @@ class Trace:
             self.add(name, begin, time.perf_counter_ns(), size)
 
     def add(self, name: str, begin: int, end: int, size: int | None = None) -> None:
-        """Record a span of time of this thread; `begin` and `end` are values of `time.perf_counter_ns`."""
+        """Record a span of time of the calling thread; `begin` and `end` are values of `time.perf_counter_ns`."""
         thread = threading.get_native_id()
-        # list.append is safe from several threads; setting a thread's name twice does no harm
+        # `list.append` is safe from several threads, and setting a thread's name twice does no harm.
         self._names.setdefault(thread, threading.current_thread().name)
         self._spans.append((name, thread, begin, end, size))
 
@@ -66,25 +66,25 @@ class Trace:
 
 
 class _Program:
-    """Recording state of this process."""
+    """Whether this process records a trace, and since when."""
 
     trace: Trace | None = None
-    """The trace that is being recorded; None if none is."""
+    """The trace that is being recorded; None if no trace is being recorded."""
     began = time.perf_counter_ns()
     """Value of `time.perf_counter_ns` when the program started; times in a trace are relative to this start."""
 
 
 def start_clock() -> None:
-    """Make now the time zero of traces; called when the program begins."""
+    """Set the time zero of traces to now; called when the program begins."""
     _Program.began = time.perf_counter_ns()
 
 
 def span(name: str, size: int | None = None) -> AbstractContextManager[None]:
-    """Record how long a `with` block takes, if a trace is being recorded.
+    """Record how long a `with` block runs, if a trace is being recorded.
 
     Args:
         name: name of the span in the trace.
-        size: number of bytes that the `with` block moves; None means the trace shows no size.
+        size: number of bytes that the `with` block moves; None means that the trace shows no size.
     """
     return _NOTHING if _Program.trace is None else _Program.trace.span(name, size)
 
@@ -110,7 +110,7 @@ def stage(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parame
 
 @contextmanager
 def record_trace() -> Iterator[Trace]:
-    """Record a trace during the `with` block; the time from `start_clock` to the block is recorded as `import`."""
+    """Record a trace while the `with` block runs; the time from `start_clock` to the block is recorded as `import`."""
     trace = _Program.trace = Trace()
     trace.add("import", _Program.began, time.perf_counter_ns())
     try:

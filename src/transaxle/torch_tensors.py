@@ -1,27 +1,26 @@
-"""A rank's parts of tensors (values, bytes, placements), and validation of arguments that are dtypes, devices or
-groups.
+"""A rank's shards of tensors (values, bytes, placements), and checks of arguments that are dtypes, devices or groups.
 
-A DTensor has the shape of the whole tensor and stores one part of it; the local part of a plain tensor is the tensor
-itself.
+A DTensor has the shape of the whole tensor and stores one shard of it, the *local part*. The local part of a plain
+tensor is the tensor itself.
 
-**Copies.** A `BoxCopy` gives offsets and strides in elements. In torch, a `BoxCopy` becomes one `copy_` between two
-strided views, and so a single kernel on a GPU. This is the only module that computes strides for torch.
+**Copies.** A `BoxCopy` contains offsets and strides in elements. In torch, a `BoxCopy` becomes one `copy_` between two
+strided views, which is a single kernel on a GPU. Strides for torch are computed only in this module.
 
-**Placements**: which positions of a tensor each rank of a mesh has, as one interval list per dim. DTensor placements
-become the chunk rules of `axes`, so one implementation serves `Shard`, `Shard(-1)`, `_StridedShard` and every order of
-mesh dims. torch is only asked for placements; offsets are always computed here.
+**Placements**: which positions of a tensor each rank of a mesh has, as one list of intervals per dim. DTensor
+    placements are converted to the chunk rules of `transaxle.axes`, so one implementation handles `Shard`, `Shard(-1)`,
+    `_StridedShard` and every order of mesh dims. torch only provides the placements; this module computes the offsets.
 
-**Parts.** Some tensor-parallel cuts cannot be described by a DTensor. Such a parameter is an ordinary tensor, or under
-FSDP2 a DTensor over the data-parallel ranks only, and has a smaller shape than the whole. The module that owns the
-parameter marks it with a `Part`; optimizer state inherits the mark. A load or save then sees the whole tensor with an
-interval list per dim, as for a DTensor placement.
+**Parts.** Some tensor-parallel cuts cannot be described by a DTensor. A parameter cut in such a way is an ordinary
+tensor, or under FSDP2 a DTensor over the data-parallel ranks only, and its shape is smaller than that of the whole. The
+module that contains the parameter marks it with a `Part`, and the parameter's optimizer state has the same mark. Loads
+and saves then treat it as the whole tensor with a list of intervals per dim, like a DTensor with placements.
 
-**Shard grids.** A `ShardGrid` is one tensor of which this rank stores several parts as separate tensors, such as the
-layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and half of an
-MLP's rows are the gate, half the up projection. Nothing in this module is specific to Megatron.
+**Shard grids.** A `ShardGrid` represents one tensor of which this rank stores several shards as separate tensors, such
+as the layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and of an
+MLP's rows, half are the gate and half the up projection. Nothing in this module is specific to Megatron.
 
-**Arguments**: reads dtypes, devices and process groups under the various names that users pass, and unwraps models from
-trainers' wrappers. Checkpoints name dtypes by safetensors codes.
+**Arguments**: reads dtypes, devices and process groups under the various names that users pass, and removes the
+    wrappers of trainers from models. Checkpoints name dtypes by safetensors codes.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ from transaxle.axes.notation.name import CHECKPOINTED, COMPILED, FSDP1
 from transaxle.errors import refuse
 
 TO_LOCAL = "to_local"
-"""Name of the method that returns the local part: DTensors have this method, and so do the tensors that
+"""Name of the method that returns the local part. DTensors have this method, and so do the tensors that
 `torch.distributed.checkpoint` saves chunk by chunk (`transaxle.live.global_tensors`).
 """
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, detached and in the same storage."""
+    """Return this rank's part of a tensor, detached and in the storage of `tensor`."""
     to_local = getattr(tensor, TO_LOCAL, None)
     if to_local is None:
         return tensor.detach()
-    with torch.no_grad():  # without grad a DTensor returns its local tensor, not a view, which is four times as fast
+    with torch.no_grad():  # without grad, no view is made, which is four times as fast
         local: torch.Tensor = to_local()
     return local.detach()
 
@@ -82,8 +81,8 @@ def local_with_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def raw_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor object (maybe of a subclass) inside a DTensor; a tensor that is no DTensor is returned
-    itself.
+    """Return the local tensor object (possibly of a subclass) inside a DTensor, or the tensor itself if it is no
+    DTensor.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -95,10 +94,10 @@ def as_dtensor(
     shape: Sequence[int],
     stride: Sequence[int] | None = None,
 ) -> DTensor:
-    """Wrap this rank's part in a DTensor, without checking that the ranks agree.
+    """Wrap this rank's shard in a DTensor, without checking that the ranks' shards fit together.
 
     Args:
-        local: this rank's part; it is not copied.
+        local: this rank's shard; it is not copied.
         mesh: mesh of the ranks.
         placements: one placement for each dim of the mesh.
         shape: shape of the whole tensor.
@@ -109,7 +108,7 @@ def as_dtensor(
 
 
 def place_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Wrap this rank's part of new values as a tensor with the whole shape and the placements of `tensor`."""
+    """Wrap this rank's shard of new values as a tensor with the whole shape and the placements of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
     return as_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
@@ -130,14 +129,14 @@ def as_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def with_own_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory contains its actual values: a tensor with torch's lazy conjugate or negative flag is
+    """Return a tensor whose memory contains its actual values; a tensor with torch's lazy conjugate or negative flag is
     copied.
     """
     return tensor.resolve_conj().resolve_neg()
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy on the CPU; from a GPU, the copy goes into page-locked memory, which takes a tenth of
+    """Return a contiguous copy on the CPU. From a GPU, the copy is made in page-locked memory, which takes a tenth of
     the time.
 
     A tensor that is already contiguous on the CPU is returned itself.
@@ -151,8 +150,9 @@ def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy values into a contiguous CPU tensor of the same dtype and shape.
 
-    If torch has one thread, numpy copies the bytes: it bypasses the cache, and needs two thirds of the time of torch's
-    copy. From a GPU into a page-locked target the copy is only started here; the caller must wait for it.
+    If torch has one thread, numpy copies the bytes, because it bypasses the cache and needs two thirds of the time of
+    torch's copy. From a GPU into a page-locked target, the copy is only started by this function; the caller must wait
+    until it has finished.
     """
     source = with_own_bytes(source.detach())
     if source.device.type == "cpu" and source.is_contiguous() and torch.get_num_threads() == 1:
@@ -162,9 +162,9 @@ def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def with_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor of eight-bit elements as uint8; return a tensor of wider elements itself.
+    """Return a tensor of eight-bit elements as a view in uint8, or a tensor of wider elements unchanged.
 
-    This is needed because few kernels support float8, and no gloo collective does.
+    The view is needed because few kernels support float8, and gloo's collectives do not support it at all.
     """
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
@@ -184,7 +184,7 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 class _Shown:
-    """A read-only array that claims to be writable in its array interface, so that torch does not warn."""
+    """A read-only array whose array interface declares it as writable, so that torch does not warn."""
 
     def __init__(self, array: Bytes) -> None:
         self._array = array
@@ -192,7 +192,8 @@ class _Shown:
 
 
 def of_bytes(array: Bytes) -> torch.Tensor:
-    """Return a tensor that shares the memory of a numpy array of bytes. Do not write into it if the array is read-only.
+    """Return a tensor that shares the memory of a numpy array of bytes. If the array is read-only, do not write into
+    the tensor.
 
     torch warns about read-only arrays, so such arrays are passed to torch as writable.
     """
@@ -200,18 +201,18 @@ def of_bytes(array: Bytes) -> torch.Tensor:
 
 
 _ALIGNED = 64
-"""Alignment in bytes that suits elements of every dtype."""
+"""Alignment in bytes that is sufficient for elements of every dtype."""
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, flattened to one dim; the result shares storage if the part is
+    """Return this rank's part of a tensor, flattened to one dim; the result shares the storage if the part is
     contiguous.
     """
     return local_of(tensor).contiguous().view(-1)
 
 
 def copy_box(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy one box from source to target.
+    """Copy one box from the tensor `source` to the tensor `target`.
 
     Args:
         move: offsets and strides in source and target, in elements.
@@ -223,13 +224,13 @@ def copy_box(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def copy_box_back(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy one box in the opposite direction to `copy_box`: from target to source."""
+    """Copy one box in the opposite direction to `copy_box`: from `target` to `source`."""
     read, written = _views(move, source, target)
     read.copy_(written)
 
 
 def _views(move: BoxCopy, source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the views of source and target that a box copy connects."""
+    """Return the view of the source and the view of the target between which a box copy copies."""
     shape = [count for count, _, _ in move.loops]
     source_steps, target_steps = ([loop[side] for loop in move.loops] for side in (1, 2))
     return (
@@ -247,7 +248,7 @@ def assemble_boxes(
         shape: shape of the new tensor.
         dtype: dtype of the new tensor and of the sources.
         device: device of the new tensor; on the meta device nothing is copied.
-        boxes: box copies into the new row-major tensor, each paired with the flat tensor from which it reads.
+        boxes: box copies into the new row-major tensor, each with the flat tensor from which it reads.
     """
     size = torch.Size(shape).numel()
     covered = sum(move.size for move, _ in boxes) == size
@@ -259,19 +260,17 @@ def assemble_boxes(
 
 
 def stack_view(first: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a stacked view of tensors of the same shape that are adjacent in memory.
+    """Return one stacked view of tensors of the same shape that adjoin in memory.
 
     Args:
         first: the first of the tensors, contiguous.
-        count: number of tensors that follow one another in the storage, including the first.
+        count: number of tensors, including the first, that follow one another in the storage.
     """
     return first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
 
 
 def same_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return uninitialized tensors in one new buffer, which share memory with each other in the same way as the given
-    tensors do.
-    """
+    """Return uninitialized tensors in one new buffer, which overlap in memory in the same way as the given tensors."""
     first = min(tensor.data_ptr() for tensor in tensors.values()) // _ALIGNED * _ALIGNED
     extent = {
         name: 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -293,18 +292,18 @@ _PART = "_transaxle_part"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describes which part of a whole tensor a rank's tensor is."""
+    """Describes which part of a whole tensor a rank's tensor is, for cuts that no DTensor can describe."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     positions: tuple[Intervals, ...]
-    """Per dim, the positions of the whole tensor that this tensor-parallel rank has, in local order. If there is only
-    one interval list although the whole tensor has several dims, it is a range of row-major elements.
+    """For each dim, the positions of the whole tensor that this tensor-parallel rank has, in local order. If there is
+    only one list of intervals although the whole tensor has several dims, the list is a range of row-major elements.
     """
 
 
 def part_of(tensor: torch.Tensor) -> Part | None:
-    """Return the `Part` with which a tensor was marked; None if the tensor is whole, or a DTensor whose placements
+    """Return the `Part` with which a tensor was marked; None for a whole tensor, or for a DTensor whose placements
     describe its part.
     """
     part: Part | None = getattr(tensor, _PART, None)
@@ -312,14 +311,14 @@ def part_of(tensor: torch.Tensor) -> Part | None:
 
 
 def mark(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
-    """Mark a tensor as the given part of a whole tensor, unless `part` is None; return the tensor."""
+    """Mark a tensor as the given part of a whole tensor, unless `part` is None; return the tensor itself."""
     if part is not None:
         setattr(tensor, _PART, part)
     return tensor
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor of which this rank has a part."""
+    """Return the shape of the whole tensor of which `tensor` is this rank's part."""
     part = part_of(tensor)
     return tuple(tensor.shape) if part is None else part.shape
 
@@ -328,21 +327,21 @@ def record_part(module: nn.Module, name: str, part: Part) -> None:
     """Record on a module which part of a whole tensor one of its parameters is.
 
     Args:
-        module: module that owns the parameter.
+        module: module that contains the parameter.
         name: name of the parameter in the module.
-        part: describes this rank's part.
+        part: description of this rank's part.
     """
     module.__dict__.setdefault(_PARTS, {})[name] = part
 
 
 def parts_in(module: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Yield (name, part) for the module's own parameters that were recorded as parts of a whole tensor."""
+    """Yield (name, part) for the parameters directly in a module that were recorded as parts of whole tensors."""
     yield from module.__dict__.get(_PARTS, {}).items()
 
 
 def mark_all(model: nn.Module) -> None:
-    """Mark all recorded parts among a model's parameters again, because sharding or materialising makes new
-    parameters.
+    """Mark all recorded parts among a model's parameters again. This is needed because sharding or materialising
+    creates new parameters.
     """
     for module in model.modules():
         for name, part in parts_in(module):
@@ -352,17 +351,17 @@ def mark_all(model: nn.Module) -> None:
 
 
 Cell = tuple[Intervals, ...]
-"""Per dim, the single interval of positions that a part of a shard grid covers."""
+"""For each dim, the single interval of positions that a shard of a `ShardGrid` has."""
 
 
 class ShardGrid(torch.Tensor):
-    """A tensor with the shape and dtype of a whole tensor, of which it contains this rank's parts; it can only be
+    """A tensor object with the shape and dtype of a whole tensor, which contains this rank's shards; it can only be
     loaded and saved.
 
     Attributes:
-        positions: per dim, the intervals that this rank has; every combination of them is a part.
-        cells: tensors of the parts, each with as many dims as the whole, in the order of `cells_of(positions)`.
-        spare: whether a different rank has the same parts and saves them.
+        positions: for each dim, the intervals that this rank has; every combination of one interval per dim is a shard.
+        cells: tensors of the shards, each with as many dims as the whole tensor, in the order of `cells_of(positions)`.
+        spare: whether a different rank has the same shards and saves them.
         padded: whether the first dim may be longer than in a checkpoint; the additional rows are padding.
     """
 
@@ -381,7 +380,7 @@ class ShardGrid(torch.Tensor):
         spare: bool = False,
         padded: bool = False,
     ) -> ShardGrid:
-        """Make a grid; the arguments are explained at the class's attributes."""
+        """Create a grid; the attributes of the class document the arguments."""
         first = cells[0]
         grid: ShardGrid = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=first.dtype, device=first.device
@@ -391,12 +390,11 @@ class ShardGrid(torch.Tensor):
         return grid
 
     def iter_parts(self, name: str, shape: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) for the grid's parts, without padding rows that a tensor of the given shape lacks.
+        """Yield (name, tensor) for the grid's shards, without padding rows that a tensor of the given shape lacks.
 
         Args:
             name: name of the grid.
-            shape: shape of the tensor that is copied into the grid; if it is the grid's own shape, no rows are left
-                out.
+            shape: shape of the tensor that is copied into the grid; if it equals the grid's shape, no rows are omitted.
         """
         for cell, part in zip(cells_of(self.positions), self.cells, strict=True):
             rows = count_inside(cell, shape) if self.padded else part.shape[0]
@@ -404,7 +402,7 @@ class ShardGrid(torch.Tensor):
                 yield cell_name(name, cell), part.narrow(0, 0, rows)
 
     def clear_beyond(self, shape: Sequence[int]) -> None:
-        """Set the padding rows to zero, which are all rows beyond those of a tensor of this shape."""
+        """Set the padding rows of the grid to zero: all rows that a tensor of this shape does not have."""
         with torch.no_grad():
             for cell, part in zip(cells_of(self.positions), self.cells, strict=True):
                 part[count_inside(cell, shape) :].zero_()
@@ -416,7 +414,7 @@ class ShardGrid(torch.Tensor):
         """Refuse every torch operation on a grid.
 
         Raises:
-            Refused: with the code UNSUPPORTED, always.
+            Refused: with the code UNSUPPORTED, in every call.
         """
         message = f"this stands for a rank's shards of a tensor, and does not support {func}"
         raise refuse("UNSUPPORTED", message, hint="A sharded state dict can be given to tx.load and tx.save.")
@@ -426,29 +424,29 @@ class ShardGrid(torch.Tensor):
 
 
 def cells_of(positions: Sequence[Intervals]) -> Iterator[Cell]:
-    """Yield every combination of one interval per dim; the last dim varies fastest."""
+    """Yield every combination of one interval per dim; the interval of the last dim varies fastest."""
     return product(*([(interval,) for interval in intervals] for intervals in positions))
 
 
 def cell_name(name: str, cell: Cell) -> str:
-    """Return the name of the part that begins at a cell's offsets, such as `weight[0, 128]`."""
+    """Return the name of the shard that begins at a cell's offsets, such as `weight[0, 128]`."""
     return f"{name}[{', '.join(str(start) for ((start, _),) in cell)}]"
 
 
 def inside(cell: Cell, shape: Sequence[int]) -> Cell:
-    """Clip a cell to the rows of a tensor with fewer rows."""
+    """Limit a cell (one interval per dim) to the rows that a tensor of this shape has."""
     ((start, stop),) = cell[0]
     return (((min(start, shape[0]), min(stop, shape[0])),), *cell[1:])
 
 
 def count_inside(cell: Cell, shape: Sequence[int]) -> int:
-    """Return how many of a cell's rows also exist in a tensor of this shape."""
+    """Return the number of a cell's rows that a tensor of this shape has too."""
     ((start, stop),) = inside(cell, shape)[0]
     return stop - start
 
 
 Positions = tuple[Intervals, ...]
-"""Per dim, the intervals of positions of a tensor that a rank has, in the order of the rank's local tensor."""
+"""For each dim, the intervals of a tensor's positions that a rank has, in the order of the rank's local tensor."""
 _SHOWN = 8
 """Maximum number of ranks that a message lists."""
 
@@ -460,21 +458,22 @@ class Placement:
     mesh: tuple[int, ...]
     """Number of ranks along each mesh dim."""
     ranks: tuple[int, ...]
-    """Global ranks of the mesh, row-major."""
+    """Global ranks of the mesh, in row-major order."""
     cuts: tuple[tuple[int | None, ChunkRule], ...]
-    """For each mesh dim, the tensor's dim that is sharded along it (None if replicated), and the rule that divides it
-    into chunks."""
+    """For each mesh dim: the index of the tensor's dim that is sharded along this mesh dim (None if the tensor is
+    replicated), and the rule that divides the tensor's dim into chunks.
+    """
     base: Positions | None = None
-    """Positions of the tensor that all ranks of the mesh have together; None means the whole tensor."""
+    """Positions of the tensor that the ranks of the mesh have together; None means the whole tensor."""
     apart: bool = False
-    """Whether the rank stores a separate tensor for every combination of its intervals (`ShardGrid`)."""
+    """Whether the rank stores a separate tensor for every combination of its intervals, as a `ShardGrid` does."""
     spare: bool = False
-    """Whether a different rank has the same part and saves it."""
+    """Whether a different rank has the same shard and saves it."""
     padded: bool = False
     """Whether the tensor may have more rows than a checkpoint; the additional rows are padding."""
 
     def positions(self, shape: tuple[int, ...]) -> Mapping[int, Positions]:
-        """Return global rank -> positions that the rank has, for a tensor of this shape and every rank of the mesh."""
+        """Return global rank -> positions that the rank has, for every rank of the mesh and a tensor of this shape."""
         positions: dict[int, Positions] = {}
         for number, rank in enumerate(self.ranks):
             remainder, coordinates = number, []
@@ -488,18 +487,18 @@ class Placement:
 
 
 def plain_placement(rank: int) -> Placement:
-    """Return the placement of a plain tensor, all of which is on this rank."""
+    """Return the placement of a plain tensor, which is completely on this rank."""
     return Placement((1,), (rank,), ((None, Replicated()),))
 
 
 def placement_of(tensor: torch.Tensor, rank: int, name: str, numbers: Mapping[int, int] | None = None) -> Placement:
-    """Return the placement of a live tensor on its mesh.
+    """Return the placement of a tensor in a live model on the tensor's mesh.
 
     Args:
         tensor: a tensor or DTensor.
-        rank: rank of this process.
-        name: name of the tensor, for refusals.
-        numbers: global rank -> number to use for it instead; None means use global ranks.
+        rank: global rank of this process.
+        name: name of the tensor, for error messages.
+        numbers: global rank -> number that replaces it in the result; None means that global ranks are used.
 
     Raises:
         Refused: with the code UNSUPPORTED if a placement is `Partial`, or if a rank of the tensor's mesh is not in
@@ -522,12 +521,13 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str, numbers: Mapping[in
 
 
 _MESH_RANKS: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
-"""Mesh -> its shape and ranks, cached: torch computes the ranks anew at each access, which would double the time
-here."""
+"""Mesh -> (its shape, its ranks). The values are cached because torch computes the ranks anew at each access, which
+would double the time.
+"""
 
 
 def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the number of ranks along each mesh dim, and all ranks, row-major."""
+    """Return the number of ranks along each mesh dim, and all ranks in row-major order."""
     ranks_of_mesh = _MESH_RANKS.get(mesh)
     if ranks_of_mesh is None:
         ranks = mesh.mesh
@@ -538,13 +538,13 @@ def _mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def local_parts(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]] | None = None
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (tensor name, part name, tensor) for this rank's parts, which are whole entries, or the parts of shard
+    """Yield (tensor name, shard name, tensor) for this rank's shards, which are whole entries or the shards of shard
     grids.
 
     Args:
-        tensors: tensors or grids by name.
-        shapes: name -> shape of the tensor that is copied into the one of this name; rows of a grid beyond that shape
-            are left out.
+        tensors: name -> tensor or shard grid.
+        shapes: name -> shape of the tensor that is copied into the tensor with this name; rows of a grid beyond that
+            shape are omitted.
     """
     for name, tensor in tensors.items():
         if isinstance(tensor, ShardGrid):
@@ -565,12 +565,12 @@ def elements(positions: Positions) -> int:
 
 
 def cut_of(placement: TorchPlacement, name: str) -> tuple[int | None, ChunkRule]:
-    """Return the tensor dim that a torch placement shards (None if it replicates), and the rule that divides the dim
-    into chunks.
+    """Return the index of the tensor dim that a torch placement shards (None if it replicates), and the chunk rule that
+    divides the dim.
 
     Args:
         placement: placement on one mesh dim.
-        name: name of the tensor, for refusals.
+        name: name of the tensor, for error messages.
 
     Raises:
         Refused: with the code UNSUPPORTED if the placement is `Partial`.
@@ -598,7 +598,7 @@ def positions_of(parameter: torch.Tensor) -> tuple[Intervals, ...]:
 
 
 def take(values: torch.Tensor, positions: Sequence[Intervals]) -> torch.Tensor:
-    """Select positions of a whole tensor, dim by dim; if all positions are selected, return the tensor itself."""
+    """Select positions of a whole tensor, dim by dim; if all positions are selected, the tensor itself is returned."""
     for dim, intervals in enumerate(positions):
         if intervals != whole(values.shape[dim]):
             values = along(values, dim, intervals)
@@ -606,7 +606,7 @@ def take(values: torch.Tensor, positions: Sequence[Intervals]) -> torch.Tensor:
 
 
 def along(values: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
-    """Return a copy of the positions of one dim that are in the given intervals, in the order of the intervals."""
+    """Return a copy of the positions along one dim that are in the intervals, in the order of the intervals."""
     return torch.cat([values.narrow(dim, start, stop - start) for start, stop in intervals or ((0, 0),)], dim)
 
 
@@ -622,17 +622,17 @@ _CODES = {dtype: code for code, dtype in _TORCH.items()}
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Return the safetensors code of a torch dtype; for a dtype without such a code, return torch's name of it in
-    capitals.
+    """Return the safetensors code of a torch dtype, or torch's name of the dtype in capitals if the dtype has no such
+    code.
     """
     return _CODES.get(dtype) or str(dtype).removeprefix("torch.").upper()
 
 
 def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
-    """Return the torch dtype of a safetensors code.
+    """Return the torch dtype with a safetensors code.
 
     Raises:
-        Refused: with the code UNSUPPORTED if torch has no such dtype; the refusal names the tensor `tensor`.
+        Refused: with the code UNSUPPORTED if torch has no such dtype; the error names the tensor `tensor`.
     """
     if code not in _TORCH:
         raise refuse("UNSUPPORTED", f"torch has no dtype for {code}", tensor=tensor)
@@ -641,10 +641,11 @@ def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
 
 
 Device: TypeAlias = torch.device | str | int
-"""Argument type for a device: a `torch.device`, its name ("cuda:1"), or the number of an accelerator."""
+"""Type of an argument for a device: a `torch.device`, its name ("cuda:1"), or the index of an accelerator."""
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh
-"""Argument type for ranks that work together: a process group or a device mesh. A mesh of several dims must have all
-ranks."""
+"""Type of an argument for ranks that work together: a process group or a device mesh. A mesh of several dims must
+contain all ranks.
+"""
 
 _TORCH_NAMES = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
@@ -654,11 +655,11 @@ _TORCH_NAMES = {
 
 
 def read_dtype(argument: str, value: object) -> torch.dtype:
-    """Return the dtype that an argument gives as a `torch.dtype` or by name.
+    """Return the dtype that was passed as an argument, as a `torch.dtype` or by name.
 
     Raises:
         TypeError: if the value is neither a `torch.dtype` nor a string.
-        ValueError: if torch has no dtype of that name.
+        ValueError: if torch has no dtype with that name.
     """
     if isinstance(value, torch.dtype):
         return value
@@ -672,16 +673,18 @@ def read_dtype(argument: str, value: object) -> torch.dtype:
 
 
 def read_optional_dtype(argument: str, value: DType | None) -> torch.dtype | None:
-    """Return the dtype that an argument gives, or None for None; raises the errors of `read_dtype`."""
+    """Return the dtype that was passed as an argument, or None if the value is None; raises the errors of
+    `read_dtype`.
+    """
     return None if value is None else read_dtype(argument, value)
 
 
 def read_device(argument: str, value: Device | None) -> torch.device | None:
-    """Return the device that an argument gives, or None for None.
+    """Return the device that was passed as an argument, or None if the value is None.
 
     Raises:
         TypeError: if the value is neither a `torch.device` nor the name or number of a device.
-        ValueError: if torch knows no device of that name.
+        ValueError: if torch has no device with that name.
     """
     if value is None or isinstance(value, torch.device):
         return value
@@ -695,7 +698,7 @@ def read_device(argument: str, value: Device | None) -> torch.device | None:
 
 
 def read_group(argument: str, value: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an argument gives; None stands for all ranks.
+    """Return the process group that was passed as an argument; None means all ranks.
 
     Raises:
         TypeError: if the value is neither a process group nor a mesh.
@@ -720,7 +723,8 @@ def read_group(argument: str, value: Any) -> dist.ProcessGroup | None:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers of DDP and `torch.compile`.
 
-    An FSDP1 wrapper is kept: its parameters are flattened, and only its own state dict has the model's parameters.
+    An FSDP1 wrapper is kept, because it has flattened the parameters, and only the wrapper's state dict contains the
+    model's parameters.
     """
     while True:
         inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get(COMPILED)

@@ -1,6 +1,6 @@
-"""The "verbs": public functions on checkpoints of any format and dialect; the command line calls them too.
+"""The "verbs": public functions that open, convert and compare checkpoints; the command line calls them too.
 
-Module `options` documents every option; tests compare signatures with this module.
+The module `options` documents every option; tests compare the signatures in this module with it.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ if TYPE_CHECKING:
     from transaxle.reports.reporting import ConversionPage
 
 Progress: TypeAlias = Callable[[int], None]
-"""Function called with the number of bytes just read or written, from several threads."""
+"""Function that is called, from several threads, with the number of bytes that were just read or written."""
 _CONVERTED = ("hf", "converted")
-"""Default names of two dialects, of a function's input and output, in a table derived from the function."""
+"""Default names of the two dialects in a table that is derived from a function: of its input and of its output."""
 
 
 def no_progress(_: int) -> None:
-    """Ignore the progress; the default for arguments `progress`."""
+    """Ignore the number of bytes; this function is the default value of arguments named `progress`."""
 
 
 class Watch(Protocol):
-    """Observer that a public function informs while it runs; the command line's `Screen` is such an observer."""
+    """Observer whose methods a public function calls while it runs; the command line's `Screen` is such an observer."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Set what to tell the user if the function fails from now on, and advice if the user stops it."""
+        """Record what to tell the user if the function fails from now on, and what to advise if the user stops it."""
 
     def working(self, activity: str) -> AbstractContextManager[None]:
         """Show an activity while the `with` block runs."""
 
     def opened(self, *checkpoints: Checkpoint) -> None:
-        """Receive the opened checkpoints, which the function closes when it ends."""
+        """Receive the checkpoints that the function has opened, and closes when it ends."""
 
     def planned(self, cleared: CheckedPlan) -> None:
-        """Receive the plan of a conversion, with all refusals."""
+        """Receive the plan of a conversion, with all reasons against carrying it out."""
 
     def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
         """Show progress while the `with` block runs; the context manager yields the function that adds bytes."""
@@ -126,10 +126,10 @@ def _report_progress(
 
 
 class Unverified(Refused):
-    """A conversion was completed, but its result, read back, does not equal the source.
+    """Raised if a conversion was completed, but its result, read back, does not equal the source.
 
     Attributes:
-        report: report of the conversion, with the verification.
+        report: report of the conversion, which contains the verification.
     """
 
     def __init__(self, refusals: Sequence[Refusal], report: Report) -> None:
@@ -159,30 +159,30 @@ def open(  # noqa: A001 - the contract's name
     only: Patterns = (),
     skip: Patterns = (),
 ) -> Checkpoint:
-    """Open a checkpoint; nothing is loaded and torch is not imported.
+    """Open a checkpoint; no tensor is read, and torch is not imported.
 
     Args:
-        path: a folder or a file.
-        format: container format, such as `dcp`; None means detected.
-        family: model family, such as `qwen3_moe`; None means recognised from config and names.
-        dialect: dialect of the checkpoint's tensor names, such as `hf`; None means recognised.
-        config: the model's config: a path, a mapping, or an object with `to_dict()`; None means the checkpoint's own.
-        axes: sizes of axes, which override config and files: `{"g": 8}`, "g=8" or ["g=8"].
-        rules: path of the user's own table of tensor names.
+        path: path or URL of the checkpoint: a folder or a file.
+        format: container format, such as `dcp`; None means that the files determine it.
+        family: model family, such as `qwen3_moe`; None means that config and tensor names determine it.
+        dialect: dialect of the checkpoint's tensor names, such as `hf`; None means that the names determine it.
+        config: the model's config: a path, a mapping, or an object with `to_dict()`; None means the checkpoint's.
+        axes: sizes of axes, which replace those from config and files: `{"g": 8}`, "g=8" or ["g=8"].
+        rules: path of the user's own rules file, with mapping rules for tensor names.
         weights: weights of a DeepSpeed or Megatron checkpoint to read: the optimizer's `fp32`, or the model's `lp`.
-        optimizer: include the optimizer's state, or leave it out; None means include it, except in `safetensors:hf`.
-        average: if replicas in a DeepSpeed or Megatron checkpoint differ between ranks, use their mean.
-        decode: `bf16` or `fp32`: decode encoded tensors to this dtype when they are read.
-        dtype: `bf16`, `fp16` or `fp32`: cast plain floating-point tensors to this dtype when they are read.
+        optimizer: whether to include the optimizer's state; None means to include it, except in `safetensors:hf`.
+        average: whether to use the mean of replicas in a DeepSpeed or Megatron checkpoint that differ between ranks.
+        decode: `bf16` or `fp32`: the dtype to which quantized tensors are decoded when they are read.
+        dtype: `bf16`, `fp16` or `fp32`: the dtype to which unquantized tensors are cast when they are read.
         merge: path of a peft LoRA adapter, merged into the weights when they are read.
-        only: patterns of the tensor names to which `decode` or `dtype` applies; empty means all names.
+        only: patterns of the tensor names to which `decode` or `dtype` applies; empty means all tensors.
         skip: patterns of the tensor names to which `decode` and `dtype` do not apply.
 
     Raises:
         TypeError: if an argument has a wrong type, or options exclude each other.
         StorageError: with the code IO if the path is missing or unreadable.
-        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem in the files.
-        UsageError: with the code UNKNOWN_AXIS for an axis that no family has.
+        Refused: with the code CORRUPT, INCOMPLETE, UNSUPPORTED or others; the error lists every problem in the files.
+        UsageError: with the code UNKNOWN_AXIS if `axes` names an axis that no family has.
     """
     return open_checkpoint(path, **read_options("open", locals()))
 
@@ -206,7 +206,7 @@ def info(
     only: Patterns = (),
     skip: Patterns = (),
 ) -> dict[str, Any]:
-    """Describe a checkpoint from its headers: format, family, dialect, and contents.
+    """Describe a checkpoint from the headers of its files: format, family, dialect, and contents.
 
     Args:
         src: path of a checkpoint, or an opened checkpoint.
@@ -215,8 +215,8 @@ def info(
 
     Returns:
         Plain data, which `transaxle info PATH --json` prints together with facts about the installation: `format`,
-        `family`, `dialect`, `reason` (why no family is recognised), `axes`, `unknown` (tensor names not in the table),
-        `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
+        `family`, `dialect`, `reason` (why no family is recognised), `axes`, `unknown` (tensor names without a mapping
+        rule), `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
     """
     from transaxle.engine.checkpoint_facts import checkpoint_facts
 
@@ -225,19 +225,19 @@ def info(
 
 
 def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
-    """Check a table of tensor names; with a checkpoint, also report which of its tensor names the table reads.
+    """Check a rules file; with a checkpoint, also report which of its tensor names the mapping rules match.
 
     Args:
-        rules: path of the table.
-        path: a checkpoint to read with the table.
+        rules: path of the rules file.
+        path: a checkpoint whose tensor names are matched with the rules.
 
     Returns:
-        Plain data, as `transaxle check-rules --json` prints it: `families` that the table declares; with a checkpoint
-        also `reads`, and `fits`, which is False if a tensor's shape differs from that in its table line.
+        Plain data, as `transaxle check-rules --json` prints it: `families` that the file declares; with a checkpoint
+        also `reads`, and `fits`, which is False if a tensor's shape differs from that in its mapping rule.
 
     Raises:
-        Refused: with the code CORRUPT, listing every mistake in the table.
-        UsageError: with the code UNKNOWN_FAMILY if the table reads no tensor name of the checkpoint.
+        Refused: with the code CORRUPT if the rules file has mistakes; the error lists all of them.
+        UsageError: with the code UNKNOWN_FAMILY if the rules match no tensor name of the checkpoint.
     """
     from transaxle.engine.checkpoint_facts import rules_facts
 
@@ -245,31 +245,31 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
 
 
 def is_lead() -> bool:
-    """Return whether this process is the first rank of a torchrun job, or in no torchrun job."""
+    """Return whether this process is the first rank of a torchrun job, or belongs to no torchrun job."""
     from transaxle.engine.distribute.driver import is_lead
 
     return is_lead()
 
 
 class _Conversion:
-    """A conversion that the user has requested, with its checked options.
+    """A conversion that the user has requested, with options that have been checked.
 
     Args:
         src: path of a checkpoint, or an opened checkpoint.
         dst: path or URL of the target.
-        options: options that differ from their defaults.
+        options: option name -> value, for options that differ from their defaults.
         watch: observer of the run.
 
     Attributes:
         target: path or URL of the target.
-        opening: options for opening the source.
+        opening: option name -> value, for opening the source.
         limit: maximum number of workers, and maximum memory.
-        page: object that writes a requested HTML page; None otherwise, and on all ranks of a job but the first.
-        order: the conversion as plain data, sent to other processes; None if this process converts alone.
+        page: object that writes the HTML page; None if no page was requested, and on all ranks of a job but the first.
+        order: the conversion as plain data for other processes; None if this process converts alone.
 
     Raises:
-        TypeError: if the source is an opened checkpoint, but other processes must open it themselves.
-        TransaxleError: an error while making `order`, or the reason why the page cannot be written.
+        TypeError: if the source is an opened checkpoint, although other processes must open it themselves.
+        TransaxleError: if creating `order` fails, or the page cannot be written.
     """
 
     def __init__(self, src: CheckpointLike, dst: PathLike, options: Mapping[str, Any], watch: Watch) -> None:
@@ -313,7 +313,7 @@ class _Conversion:
         """Open the source, plan the conversion, and check the target; files stay open inside the `with` block.
 
         Args:
-            running: whether the plan will be executed next; passed to `preflight`.
+            running: whether the plan will be executed next; the value is passed to `preflight`.
         """
         from transaxle.engine.execute import explain_swapped, preflight
         from transaxle.engine.plan.conversion import make_plan
@@ -335,10 +335,10 @@ class _Conversion:
             yield cleared
 
     def carry_out(self, progress: Progress) -> Report:
-        """Carry out the conversion; then, if requested, read the result back and write the HTML page.
+        """Carry out the conversion; then, if the user asked for it, read the result back and write the HTML page.
 
         Args:
-            progress: called with the number of bytes written.
+            progress: function that is called with the number of bytes written.
         """
         from transaxle.engine.plan.conversion import require_ready
 
@@ -366,7 +366,7 @@ class _Conversion:
         return report
 
     def _execute(self, cleared: CheckedPlan, progress: Progress) -> Report:
-        """Execute the plan, in this process or by several workers."""
+        """Execute the plan, in this process or by several worker processes."""
         if self.order is not None:
             from transaxle.engine.distribute.driver import convert_on
 
@@ -388,7 +388,7 @@ class _Conversion:
             return execute(cleared, self.target, limit=self.limit, progress=counted, times=times, **how)
 
     def _by_ranks(self, progress: Progress) -> Report:
-        """Convert together with the other ranks of a torchrun job; collective."""
+        """Convert together with the other ranks of a torchrun job; all ranks must call this method."""
         from transaxle.live.torchrun import convert_together
 
         assert self.order is not None
@@ -398,7 +398,7 @@ class _Conversion:
             return convert_together(self.order, progress=progress, watch=events, look=self._look, **self._how)
 
     def _look(self, prepared: Prepared) -> None:
-        """Prepare the HTML page, and write it at once if the plan has refusals; called on a job's first rank."""
+        """Prepare the HTML page, and write it at once if the plan has errors; called on a job's first rank."""
         if "report" not in self._options:
             return
         from transaxle.engine.execute import preflight
@@ -411,7 +411,7 @@ class _Conversion:
         return select(self._options, ("items", "overwrite", "resume", "sync", "jobs", "memory"))
 
     def _read_back(self, prepared: Prepared) -> Verification:
-        """Verify the result by reading it back, with the options with which the source was opened."""
+        """Verify the result by reading it back; the source is opened with the same options as before."""
         from transaxle.engine.read_back import read_back
 
         opening: Mapping[str, Any] = self.opening
@@ -460,7 +460,7 @@ def plan(
     on: On | None = None,
     items: int | None = None,
 ) -> Plan:
-    """Plan a conversion without carrying it out; finds every refusal of `convert` with the same arguments.
+    """Plan a conversion without carrying it out; the plan lists every error that `convert` would raise.
 
     Args:
         src: path of a checkpoint, or an opened checkpoint.
@@ -472,7 +472,7 @@ def plan(
     The other arguments are those of `convert`.
 
     Returns:
-        The plan; `.refusals` lists every reason against the conversion, in `src` and at `dst`.
+        The plan; `.refusals` lists every reason against the conversion, in `src` and in `dst`.
     """
     options = read_options("plan", locals())
     conversion = _Conversion(src, dst, options, watch or _Unwatched())
@@ -527,46 +527,45 @@ def convert(
     on: On | None = None,
     items: int | None = None,
 ) -> Report:
-    """Convert a checkpoint; the target appears complete or not at all.
+    """Convert a checkpoint into another format or dialect; the target appears complete or not at all.
 
     Args:
         src: path of a checkpoint, or an opened checkpoint.
         dst: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
-        to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        overwrite: replace the checkpoint at `dst`, which stays readable until the new one is complete. If the
-            folder has unrelated files, True refuses, and `"everything"` deletes these files too.
-        resume: if interrupted, keep finished work, and continue it on the next call; a `dst` that is already the
-            expected result is kept. If False, unfinished work beside `dst` is refused, or with `overwrite` deleted.
-        sync: sync all written files to disk before `dst` appears.
-        verify: read the result back, check it against its manifest and compare it with `src`; the report then has a
-            `verification`. Bytes read from `src` are always checked against the hashes in `src`, if any.
-        report: path at which to write an HTML page of the conversion, or of the refusals; it must not exist.
-        progress: called with the number of bytes of each written block, from several threads.
+        to: format and dialect of the target, `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
+        overwrite: whether to replace the checkpoint at `dst`, which stays readable until the new one is complete. If
+            the folder has unrelated files, True refuses, and `"everything"` deletes these files too.
+        resume: whether to keep finished work if interrupted, and continue it in the next call; a `dst` that is already
+            the expected result is kept. If False, unfinished work beside `dst` is refused, or with `overwrite` deleted.
+        sync: whether to sync all written files to disk before `dst` appears.
+        verify: whether to read the result back, check it against its manifest and compare it with `src`; the report
+            then has a `verification`. Bytes read from `src` are always checked against the hashes in `src`, if any.
+        report: path at which to write an HTML page of the conversion, or of the errors; the file must not exist.
+        progress: function called with the number of bytes of each written block, from several threads.
         watch: observer of the run, including progress.
         shard_size: maximum bytes of tensors per file, as 5_000_000_000 or "5GB"; ignored if `dst` is one file.
-        allow_lossy: allow arithmetic that a table marks as lossy, and casts in which finite values become infinite.
-        strict: refuse tensors that the target dialect's table lacks; otherwise they keep their names.
-        encode: `float8_block`, `mxfp8` or `nvfp4`: write the weights of linear layers in this encoding.
-        only: patterns of table names of the tensors to encode, decode or cast; empty means linear layers with `encode`.
-        skip: patterns of table names of the tensors to leave unchanged.
+        allow_lossy: allow arithmetic that a mapping rule marks as lossy, and casts that make finite values infinite.
+        strict: refuse tensors for which the target dialect has no mapping rule; otherwise they keep their names.
+        encode: `float8_block`, `mxfp8` or `nvfp4`: the encoding in which the weights of linear layers are written.
+        only: patterns of the names of tensors to encode, decode or cast; empty means linear layers with `encode`.
+        skip: patterns of the names of tensors to leave unchanged.
         tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
         pp: number of pipeline stages, for `megatron_torch`.
         ep: number of expert-parallel ranks, for `megatron_torch`.
-        make_vocab_size_divisible_by: pad the vocabulary to a multiple of this number times `tp`; default for
-            `megatron_torch`: 128, as in Megatron.
+        make_vocab_size_divisible_by: pads the vocabulary to this number times `tp`; `megatron_torch` defaults to 128.
         jobs: number of worker threads.
         memory: maximum bytes of all buffers together.
-        on: workers: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool with
-            `submit`. `jobs` and `memory` then apply to each worker. Under torchrun, the first rank reads the result
-            back and writes the page.
-        items: number of work items; None means one per GiB.
+        on: worker processes: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool
+            with `submit`. `jobs` and `memory` then apply to each worker. Under torchrun, the first rank reads the
+            result back and writes the page.
+        items: number of work items (parts of the plan for one worker each); None means one per GiB.
 
     The other arguments are those of `open`.
 
     Raises:
         TypeError: if an argument has a wrong type, or options exclude each other.
-        TransaxleError: all refusals at once, before anything is written; or an error while writing; or, with `verify`,
-            `Unverified`, which has the report of the conversion.
+        TransaxleError: before anything is written, with all problems; or if writing fails. With `verify`, `Unverified`
+            is raised if the result is wrong; it contains the report of the conversion.
     """
     options = read_options("convert", locals())
     observer = watch or _Unwatched()
@@ -578,7 +577,7 @@ def convert(
 
 
 def _refuse_unverified(report: Report, verification: Verification) -> None:
-    """Raise an error if reading the result back has shown that it is wrong.
+    """Raise an error if the result of a conversion, read back, was not what it should be.
 
     Raises:
         Unverified: if the result does not equal the source.
@@ -619,18 +618,18 @@ def verify(
 
     Args:
         a: path of a checkpoint, or an opened checkpoint.
-        b: checkpoint to compare with; None means check `a` against its own manifest.
+        b: checkpoint to compare with; None means that `a` is checked against its own manifest.
         jobs: number of worker threads.
         memory: maximum bytes of all buffers together.
-        progress: called with the number of bytes of each block read.
+        progress: function that is called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
-    The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
-    checkpoint only.
+    The other arguments are those of `open`. Of these, `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to
+    the first checkpoint only.
 
     Returns:
-        The verification, which is true on success, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
-        verdict, `.problems` and `.differences` list the errors.
+        The verification, which is true on success, so that `assert tx.verify(a, b)` fails if the checkpoints differ.
+        `.ok` is the same boolean; `.problems` and `.differences` list the errors.
     """
     options = read_options("verify", locals())
     from transaxle.engine.verification import open_pair, verify_against
@@ -682,18 +681,18 @@ def diff(
     Args:
         a: path of a checkpoint, or an opened checkpoint.
         b: path or opened checkpoint to compare with.
-        numeric: compare values, also across number formats, and measure their differences.
-        report: path of an HTML page of the differences to write; it must not exist. Implies `numeric`.
+        numeric: whether to compare values, also across number formats, and measure the differences.
+        report: path at which to write an HTML page of the differences; the file must not exist. Implies `numeric`.
         jobs: number of worker threads.
         memory: maximum bytes of all buffers together.
-        progress: called with the number of bytes of each block read.
+        progress: function that is called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
-    The other arguments are those of `open`; `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to the first
-    checkpoint only.
+    The other arguments are those of `open`. Of these, `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to
+    the first checkpoint only.
 
     Returns:
-        The comparison, which is true if nothing differs; `.equal` is the same verdict.
+        The comparison, which is true if the checkpoints do not differ; `.equal` is the same boolean.
     """
     options = read_options("diff", locals())
     from transaxle.engine.compare import compare
@@ -727,26 +726,27 @@ def derive(
     family: str | None = None,
     dialects: tuple[str, str] = _CONVERTED,
 ) -> Table:
-    """Derive a table of tensor names from a converter, by tracing where it moves numbered elements.
+    """Derive a table of mapping rules for tensor names from a converter, by tracing where it moves numbered elements.
 
     Args:
         converter: a model type of the installed transformers, or a function from a state dict to a state dict.
-        config: for a model type: a config with the flags and kinds of layers to trace.
-        samples: for a function: input state dicts, of numpy arrays or torch tensors with any values. Samples of
+        config: for a model type, a config with the flags and kinds of layers to trace.
+        samples: for a function, input state dicts of numpy arrays or torch tensors with any values. Samples of
             different sizes show which sizes depend on each other; the last sample is used to check the table.
-        configs: for a function: the config of each sample.
+        configs: for a function, the config of each sample.
         family: name of the family; None means the model type, the function's name, or `derived` for a lambda.
-        dialects: for a function: names of the dialects of its input and output.
+        dialects: for a function, the names of the dialects of its input and output.
 
     Returns:
-        The table; `.text` can be read with `--rules`, `.left_out` lists what no table can express.
+        The table; `.text` is the content of a rules file for `--rules`, `.left_out` lists what mapping rules cannot
+        describe.
 
     Raises:
-        TypeError: if a sample or the function's result is not a mapping of names to arrays or tensors; or an argument
-            that does not apply to this kind of converter.
+        TypeError: if a sample, or the function's result, is not a mapping of names to arrays or tensors; or if an
+            argument does not apply to this kind of converter.
         ValueError: if the number of `configs` differs from that of samples, or `dialects` are not two different names.
-        Refused: with the code UNSUPPORTED if no table can express the converter.
-        UsageError: with the code UNKNOWN_FAMILY for a model type that transformers does not know.
+        Refused: with the code UNSUPPORTED if mapping rules cannot describe the converter.
+        UsageError: with the code UNKNOWN_FAMILY if transformers does not know the model type.
     """
     from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
     from transaxle.derivation.table import Labels
@@ -770,19 +770,20 @@ def derive(
 def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     """Remove files that killed runs have left beside a target, or directly inside a folder of targets.
 
-    If a run died while it replaced a checkpoint, the old checkpoint is put back. On S3, leftovers are incomplete
+    If a run died while it replaced a checkpoint, the old checkpoint is restored. On S3, leftovers are incomplete
     uploads and unfinished work of several workers; a run that still uses them fails.
 
     Args:
-        path: a target (which need not exist), a folder of targets, or a leftover; on S3 a URL, also of a bucket.
-        remove: if False, only list the leftovers.
+        path: a target (which need not exist), a folder of targets, or a leftover; on S3, a URL, which may be that of a
+            bucket.
+        remove: whether to remove the leftovers; if False, they are only listed.
 
     Returns:
         All leftovers, each with an `outcome`: `removed`; `put back`; `found` if `remove` is False; or `kept`, with the
         reason in `why`: a process uses it, or it contains files that belong to no checkpoint.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a URL of another service.
+        Refused: with the code UNSUPPORTED if the path is the URL of a service other than S3.
         StorageError: with the code IO if a file cannot be removed.
     """
     from transaxle.formats.store import leftovers

@@ -1,4 +1,5 @@
-"""Entry point `vllm.general_plugins`, which vLLM calls in each of its processes; imports no other module of Transaxle.
+"""Entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes. Imports no other module of
+Transaxle.
 
 The weight transfer engine is imported only if vLLM's config names the backend `transaxle`.
 """
@@ -14,7 +15,8 @@ _MODULE, _CLASS = "transaxle.refit.vllm_engine", "VllmEngine"
 def register() -> None:
     """Register the weight transfer backend `transaxle` with vLLM; repeated calls do nothing.
 
-    A vLLM version without weight transfer starts normally; a warning in its log says why the backend is missing.
+    If the vLLM version has no weight transfer, vLLM starts normally, and a warning in its log states why the backend is
+    missing.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

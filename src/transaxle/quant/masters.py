@@ -1,7 +1,8 @@
-"""Master weights: high-precision values that an optimizer updates, while the model has only quantized codes.
+"""Master weights: high-precision values that an optimizer updates, while the model contains only quantized codes.
 
-torch and `transaxle.save` see an ordinary optimizer of the model's parameters, with an entry `master` in addition to
-the moments in its state. So all code that looks up optimizer state by parameter finds the masters too.
+For torch and `transaxle.save`, `MasterWeights` is an ordinary optimizer of the model's parameters, whose state contains
+an entry `master` in addition to the moments. So all code that looks up optimizer state by parameter finds the masters
+too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transaxle.quant.tensor import QuantizedTensor
 from transaxle.torch_tensors import place_like, raw_local, read_dtype
 
 MASTER = "master"
-"""Name of the optimizer-state entry with a quantized parameter's master weights."""
+"""Name of the entry in the optimizer state that contains a quantized parameter's master weights."""
 _PARAMS = "params"
 _GROUPS = "param_groups"
 _STATE = "state"
@@ -32,15 +33,17 @@ Parameters = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
 
 
 class MasterWeights(Optimizer):
-    """A torch optimizer that updates high-precision masters of the quantized parameters, and other parameters directly.
+    """A torch optimizer that updates high-precision masters of quantized parameters, and unquantized parameters
+    directly.
 
-    Create it after `fully_shard`. Also load the model first, unless model and optimizer are loaded together
-    (`transaxle.load(model, src, optimizer=masters)`). Each step ends by quantizing the masters into the parameters.
-    Amaxes are reduced over the ranks that share a matrix, so the codes do not depend on how the matrix is cut.
+    Create this optimizer after `fully_shard`. Also load the model first, unless model and optimizer are loaded together
+    (`transaxle.load(model, src, optimizer=masters)`). At the end of each step, the masters are quantized into the
+    parameters. Amaxes (largest absolute values) are reduced over the ranks that share a matrix, so the codes do not
+    depend on how the matrix is cut.
 
     Args:
         parameters: parameters or parameter groups of the model, as torch's optimizers accept them.
-        optimizer: function that makes the inner optimizer of the parameters or groups, in which masters replace
+        optimizer: function that creates the inner optimizer of the parameters or groups, in which masters replace
             quantized parameters; for example `functools.partial(torch.optim.AdamW, lr=1e-3)`.
         dtype: dtype of the masters.
     """
@@ -66,7 +69,7 @@ class MasterWeights(Optimizer):
         )
 
     def _masters_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that the inner optimizer updates: the master of each quantized parameter, and all other
+        """Return the tensors that the inner optimizer updates: the masters of quantized parameters, and the unquantized
         parameters.
         """
         return [_master(each, self._dtype) if _local_rows(each) is not None else each for each in parameters]
@@ -80,22 +83,26 @@ class MasterWeights(Optimizer):
             self.optimizer.add_param_group({**added, _PARAMS: list(self._updated[-1])})
 
     def _updated_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each parameter with the tensor that the inner optimizer updates in its place."""
+        """Yield each parameter together with the tensor that the inner optimizer updates for it."""
         parameters = chain.from_iterable(group[_PARAMS] for group in self.param_groups)
         return zip(parameters, chain.from_iterable(self._updated), strict=True)
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the quantized parameters with their masters."""
+        """Return each quantized parameter together with its master."""
         return [(parameter, updated) for parameter, updated in self._updated_pairs() if updated is not parameter]
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The masters as plain tensors, in the order of the quantized parameters, with their shapes and placements."""
+        """The masters as plain tensors, with the shapes and placements of the quantized parameters, in the same
+        order.
+        """
         return [master for _, master in self._pairs()]
 
     @property
     def states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """Parameter -> its optimizer state, including its master, which `state` does not contain."""
+        """Parameter -> optimizer state of the parameter, including its master, which the attribute `state` does not
+        contain.
+        """
         masters = {parameter: {MASTER: master} for parameter, master in self._pairs()}
         return {
             parameter: {**self.state.get(parameter, {}), **masters.get(parameter, {})}
@@ -105,8 +112,8 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _lend(self) -> Iterator[Optimizer]:
-        """Give the inner optimizer the settings and state for a `with` block, keyed by the tensors that it updates,
-        then take them back.
+        """Give the inner optimizer the settings and the state for a `with` block, with the tensors that it updates as
+        keys; take the settings and the state back at the end.
         """
         inner = self.optimizer
         for outer_group, inner_group, updated in zip(self.param_groups, inner.param_groups, self._updated, strict=True):
@@ -126,13 +133,14 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the masters with the parameters' gradients, and quantize them into the parameters.
+        """Update the masters by the parameters' gradients, and quantize the masters into the parameters.
 
-        A parameter without a gradient, such as a frozen one, keeps its codes: quantizing its values again could change
-        them. A group with learning rate 0 keeps its codes too: torch runs such a step only to create missing state.
+        A parameter without a gradient, such as a frozen parameter, keeps its codes, because quantizing its values again
+        could change them. A group with learning rate 0 keeps its codes too: torch runs such a step only to create
+        missing state.
 
         Args:
-            closure: recomputes the loss and the gradients, and returns the loss.
+            closure: function that recomputes the gradients and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -153,17 +161,16 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def requantize(self) -> None:
-        """Quantize the masters into the parameters, whose codes and scales change."""
+        """Quantize the masters into the parameters, which changes the parameters' codes and scales."""
         _requantize(self._pairs())
 
     @torch.no_grad()
     def restart(self, values: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
         """Reset the masters after new codes were written into the parameters.
 
-        Args:
-            values: parameter -> this rank's part of the values from which its codes were made, or None to use its
-                dequantized codes; masters of parameters without an entry stay. None means all masters restart from
-                codes.
+        values: parameter -> the values, on this rank, from which the parameter's codes were computed, or None to
+            restart from the dequantized codes. Masters of parameters without an entry are kept. If `values` is None,
+            all masters restart from codes.
         """
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
@@ -175,7 +182,9 @@ class MasterWeights(Optimizer):
                 self._set_master(number, place, place_like(parameter, local.detach().to(self._dtype)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return settings and state as torch's optimizers do; a quantized parameter's state includes its `master`."""
+        """Return settings and state as torch's optimizers do; the state of a quantized parameter includes its
+        `master`.
+        """
         state_dict: dict[str, Any] = super().state_dict()
         states = self.states
         state_dict[_STATE] = {number: states.get(each, {}) for number, (each, _) in enumerate(self._updated_pairs())}
@@ -183,10 +192,11 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`. The parameters' codes do not change: codes are loaded with the model.
+        """Load a result of `state_dict`. The parameters' codes do not change, because codes are loaded with the model.
 
         Raises:
-            Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH if the masters belong to other parameters.
+            Refused: with the code MISSING_TENSOR, UNEXPECTED_TENSOR or SHAPE_MISMATCH if the masters do not fit the
+                parameters.
         """
         keys = [key for group in state_dict[_GROUPS] for key in group[_PARAMS]]
         states = {key: dict(state) for key, state in state_dict[_STATE].items()}
@@ -211,7 +221,7 @@ class MasterWeights(Optimizer):
         return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the pickled state of each parameter, which may include a master."""
+        """Restore the pickled state of the optimizer, which includes masters."""
         super().__setstate__(state)
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
@@ -223,7 +233,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def _set_master(self, group: int, index: int, values: torch.Tensor) -> None:
-        """Set the values of a master; a master on the meta device is replaced."""
+        """Set the values of a master in place; a master on the meta device is replaced instead."""
         old = self._updated[group][index]
         if old is values:
             return
@@ -234,7 +244,7 @@ class MasterWeights(Optimizer):
 
 
 def _local_rows(parameter: torch.Tensor) -> QuantizedTensor | None:
-    """Return this rank's rows of a quantized parameter; None for a parameter that is not quantized."""
+    """Return this rank's rows of a quantized parameter; None if the parameter is not quantized."""
     local = raw_local(parameter)
     return local if isinstance(local, QuantizedTensor) else None
 
@@ -249,8 +259,8 @@ def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
-    """Return whether a step can change parameters of the group: its learning rate is not 0, or is on the GPU, where
-    reading it would wait.
+    """Return whether a step can change parameters of the group: the learning rate is not 0, or is on the GPU, from
+    which reading it would be slow.
     """
     rate = group.get(_RATE, 1.0)
     return bool(rate != 0) if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu" else True
@@ -261,13 +271,13 @@ def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         inner = _local_rows(parameter)
         if inner is not None:
             values = raw_local(master)
-            # Round the values to the weights' dtype first, as if stored in it: codes then determine the weights
-            # completely.
+            # The values are first rounded to the weights' dtype, as if they were stored in it. So the codes determine
+            # the weights completely.
             inner.quantize_(values.to(inner.dtype), group=group_of(parameter))
 
 
 def _faults(key: Any, values: torch.Tensor | None, master: torch.Tensor | None) -> list[Refusal]:
-    """Return the refusals of values that do not fit a parameter's master."""
+    """Return an error for each reason why values do not fit a parameter's master."""
     where = Where(tensor=f"{key}.{MASTER}")
     if master is None:
         return (

@@ -1,6 +1,6 @@
 """NVFP4 training: in every matrix product both operands are quantized, as in TransformerEngine's `NVFP4BlockScaling`.
 
-The three products of a linear layer:
+A linear layer computes three products:
 
 | product | left | right |
 |---|---|---|
@@ -8,30 +8,32 @@ The three products of a linear layer:
 | gradient of the input | gradient of the output by rows, stochastic rounding | weight by columns |
 | gradient of the weight | gradient of the output by columns, transformed, stochastic rounding | input, transformed |
 
-**Batches.** On its own, a rank numbers its rows from 0 and scales by its own amax. Inside `batch_over` the ranks of a
-group number their rows consecutively and share amaxes, so that codes equal those of one rank with all rows.
-If several ranks have the same columns of an output, each gets the full gradient of these columns, but only one of
-these ranks uses it for the gradient of the input, which is summed over the ranks (`count_columns`).
+**Batches.** Outside of `batch_over`, a rank numbers its rows from 0 and scales by its own amax (largest absolute
+value). Inside `batch_over`, the ranks of a group number their rows consecutively and share amaxes, so that codes equal
+those of a single rank with all rows. If several ranks have the same columns of an output, each gets the full gradient
+of these columns. But only one of these ranks uses the columns for the gradient of the input, which is summed over the
+ranks (`count_columns`).
 
 **The random Hadamard transform.** Both operands of a weight gradient are multiplied along the summed dim, 16 elements
-at a time, with an orthogonal matrix. Exact products stay the same, and outliers are spread over 16 elements before they
-are quantized. The signs are the sixteen that TransformerEngine drew once (`pytorch/tensor/nvfp4_tensor.py`,
-`get_wgrad_sign_vector`). The signs are the same for every tensor, step and rank, since both operands need equal signs.
+at a time, by an orthogonal matrix. Exact products stay the same, and outliers are spread over 16 elements before they
+are quantized. The signs are the sixteen signs that TransformerEngine drew once (`pytorch/tensor/nvfp4_tensor.py`,
+`get_wgrad_sign_vector`). They are the same for every tensor, step and rank, because the two operands must have equal
+signs.
 
-**Stochastic rounding to E2M1** rounds up with the probability that makes the result equal to the value on average.
-Scales are those of rounding to nearest (`transaxle.encodings.arithmetic.scaling`); only the codes differ. A value
-between two neighbours becomes the one farther from zero if a random 32-bit word is below the value's fraction of the
-step, times 2**32. So a value equal to a code gets this code, and a value beyond the largest code gets the largest.
+**Stochastic rounding to E2M1** rounds up with the probability with which the result equals the value on average. Scales
+are those of rounding to nearest (`transaxle.encodings.arithmetic.scaling`); only the codes differ. A value between two
+neighbouring codes becomes the one farther from zero if a random 32-bit word is below 2**32 times the value's fraction
+of the step. So a value that equals a code becomes this code, and a value beyond the largest code becomes the largest
+code.
 
 **Products.** Hardware for NVFP4 multiplies codes scaled by the E4M3 scales of their tiles, accumulates in float32, and
-scales the result by the two amaxes (TransformerEngine, `nvfp4_compute_per_tensor_scale`). Here codes times scales are
-float64. These float64 values are multiples of 2**-10 below 2688, so sums of 1024 products are exact, and in practice
-much longer sums too: the result depends neither on the order of the sum, nor on how rows or columns are cut.
+scales the result by the two amaxes (TransformerEngine, `nvfp4_compute_per_tensor_scale`). In this module, codes times
+scales are float64. These float64 values are multiples of 2**-10 below 2688, so sums of 1024 products are exact, and in
+practice much longer sums too. The result depends neither on the order of the sum, nor on how rows or columns are cut.
 
 **Philox4x32-10** computes random numbers from a key and a counter (J. Salmon, M. Moraes, R. Dror, D. Shaw, *Parallel
-random numbers: as easy as 1, 2, 3*, SC 2011). No generator has a state: each element has the same random number on
-any rank and in any order of drawing. 32-bit words are stored in int64, whose products wrap like unsigned
-ones.
+random numbers: as easy as 1, 2, 3*, SC 2011). The generator has no state: each element has the same random number on
+any rank and in any order of drawing. 32-bit words are stored as int64, whose products wrap like unsigned products.
 """
 
 from __future__ import annotations
@@ -60,15 +62,16 @@ from transaxle.torch_tensors import Ranks, read_group
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Which rows of a batch this rank has, and which columns of the output it adds to the input gradient."""
+    """The rows of a batch that this rank has, and the columns of the output that it adds to the input gradient."""
 
     group: dist.ProcessGroup | None = None
-    """The ranks with the rows of the batch, in row order; None if this rank has all rows."""
+    """The ranks that have the rows of the batch, in row order; None if this rank has all rows."""
     counted: Intervals | None = None
     """Columns of the output that this rank uses for the input gradient; None means all columns that it has."""
 
     def first_rows(self, counts: Sequence[int], device: torch.device) -> list[int]:
-        """Return, for each expert, the index in the whole batch of the first row on this rank. Collective.
+        """Return, for each expert, the index of this rank's first row in the whole batch. All ranks must call this
+        method.
 
         Args:
             counts: number of rows of each expert on this rank; without experts, one number for the whole input.
@@ -93,14 +96,15 @@ def current_batch() -> Batch:
 
 
 def batch_over(group: Ranks) -> AbstractContextManager[None]:
-    """Context manager: inputs of NVFP4 layers are consecutive rows of one batch that the ranks of a group share.
+    """Context manager: inside the block, inputs of NVFP4 layers are consecutive rows of one batch that a group of ranks
+    shares.
 
-    Amaxes of inputs and gradients are reduced over the group, and rows are numbered through, so that codes equal those
-    of one rank with the whole batch, bit for bit, if each rank has a multiple of 16 rows. Only forward has to be
-    inside; backward uses the same batch. Every rank of the group has to call the same layers.
+    Amaxes of inputs and gradients are reduced over the group, and rows are numbered consecutively over the ranks. So
+    codes equal, bit for bit, those of a single rank with the whole batch, if each rank has a multiple of 16 rows. Only
+    forward must be inside the block; backward uses the same batch. Every rank of the group must call the same layers.
 
     Args:
-        group: the ranks over which the batch is divided: a process group or a mesh of one dim.
+        group: the ranks over which the batch is divided, as a process group or a mesh of one dim.
 
     Raises:
         Refused: with the code UNSUPPORTED if `group` is None.
@@ -112,10 +116,11 @@ def batch_over(group: Ranks) -> AbstractContextManager[None]:
 
 
 def count_columns(columns: Intervals) -> AbstractContextManager[None]:
-    """Context manager: only some columns of a layer's output count towards the gradient of its input.
+    """Context manager: inside the block, only some columns of a layer's output are used for the gradient of its input.
 
     Args:
-        columns: columns of this rank's output that count on this rank; the rest must count on other ranks.
+        columns: the columns of this rank's output that this rank uses; the remaining columns must be used by other
+            ranks.
     """
     return _inside(replace(current_batch(), counted=columns))
 
@@ -130,13 +135,13 @@ def _inside(batch: Batch) -> Iterator[None]:
 
 
 SIZE = 16
-"""Number of elements that are transformed together."""
+"""Number of elements that the random Hadamard transform multiplies together."""
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Diagonal of the sign matrix: sixteen fixed random signs."""
+"""Diagonal of the transform's sign matrix: sixteen fixed random signs."""
 
 
 def hadamard_matrix() -> torch.Tensor:
-    """Return `diag(SIGNS) H / 4`, float64 [16, 16], with Sylvester's H: orthogonal, with elements 1/4 and -1/4."""
+    """Return `diag(SIGNS) H / 4`, float64 [16, 16], where H is Sylvester's matrix; the elements are 1/4 and -1/4."""
     order = torch.ones((1, 1), dtype=torch.float64)
     while len(order) < SIZE:
         order = torch.cat([torch.cat([order, order], 1), torch.cat([order, -order], 1)])
@@ -145,13 +150,15 @@ def hadamard_matrix() -> torch.Tensor:
 
 
 def apply_hadamard(x: torch.Tensor) -> torch.Tensor:
-    """Multiply each 16 adjacent elements of a row by `hadamard_matrix()`; return float32, for bfloat16 input bfloat16.
+    """Multiply each 16 adjacent elements of a row by `hadamard_matrix()`; the result is bfloat16 for bfloat16 input,
+    else float32.
 
-    Sums are computed in float64, where 16 bfloat16 or float16 numbers that differ by less than a factor of 2**40 add up
-    exactly, then rounded to float32. The result for float16 is float32, since it could overflow float16.
+    Sums are computed in float64, and then rounded to float32. In float64, sums of 16 bfloat16 or float16 numbers are
+    exact if the numbers differ by less than a factor of 2**40. The result for float16 is float32, because it could
+    overflow float16.
 
     Args:
-        x: [..., 16 n].
+        x: rows of a multiple of 16 elements, [..., 16 n].
     """
     parts = x.unflatten(-1, (x.shape[-1] // SIZE, SIZE)).double()
     sums: torch.Tensor = (parts @ hadamard_matrix().to(x.device)).float().flatten(-2)
@@ -163,15 +170,17 @@ _TOP = 7
 _SIGN = 8
 _WORDS = 2.0**32
 _FINEST = (2.0, 4.0)
-"""Neighbouring E2M1 values are 1/2 apart below the first number, 1 apart up to the second, and 2 apart beyond."""
+"""Neighbouring E2M1 values are 1/2 apart below the first of these numbers, 1 apart up to the second, and 2 apart
+beyond.
+"""
 
 
 def quantize(x: torch.Tensor, words: torch.Tensor, amax: torch.Tensor) -> Components:
     """Quantize the rows of a matrix to nvfp4 with stochastic rounding.
 
     Args:
-        x: [M, K] of bfloat16, float16 or float32; K is even.
-        words: a random number below 2**32 for each element, int64 [M, K].
+        x: the matrix, [M, K] of bfloat16, float16 or float32; K must be even.
+        words: for each element, a random number below 2**32, int64 [M, K].
         amax: amax of the whole tensor, float32 [1].
     """
     nearest = kernels.quantize(x, NVFP4, amax=amax)
@@ -179,14 +188,14 @@ def quantize(x: torch.Tensor, words: torch.Tensor, amax: torch.Tensor) -> Compon
     multiplier = _multiplier(nearest.scale_inv, amax).repeat_interleave(NVFP4.tile[1], 1)[:, : x.shape[1]]
     scaled = x.detach().float() * multiplier
     size = scaled.abs()
-    size = torch.where(size <= _LARGEST, size, _LARGEST)  # NaN becomes the largest too, as in rounding to nearest
+    size = torch.where(size <= _LARGEST, size, _LARGEST)  # NaN becomes the largest value, as in rounding to nearest
     codes = _codes(size, words) | torch.where(torch.signbit(scaled), _SIGN, 0)
     packed = (codes[:, ::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
     return replace(nearest, data=packed)
 
 
 def _multiplier(scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which each tile's values are multiplied, computed in float32 as in module `scaling`."""
+    """Return the factor by which each tile's values are multiplied, computed in float32 as in the module `scaling`."""
     largest = torch.finfo(torch.float32).max
     limit = amax.new_tensor(largest)
     global_scale = torch.fmin(NVFP4.scale_max * NVFP4.code_max / amax, limit)
@@ -195,7 +204,7 @@ def _multiplier(scales: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(size: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return the codes (int64) of magnitudes from 0 to 6, rounded stochastically."""
+    """Return the codes (int64) for magnitudes from 0 to 6, rounded stochastically."""
     half, two = _FINEST
     step = torch.where(size < half, 0.5, torch.where(size < two, 1.0, 2.0))
     whole = (size / step).floor()
@@ -208,7 +217,7 @@ def _codes(size: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 _TILE = NVFP4.tile[1]
 _UNIT = float(NVFP4.scale_max * NVFP4.code_max)
-"""The amax for which the global scale is 1, so that values are codes times block scales."""
+"""The amax for which the global scale is 1. With this amax, values equal codes times block scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +225,9 @@ class Operand:
     """The left or right operand of a product, quantized."""
 
     units: torch.Tensor
-    """Codes times scales, float64 [rows, summed dim]."""
+    """Codes times block scales, float64 [rows, summed dim]."""
     amax: torch.Tensor
-    """Amax of the tensor, float32 [1]."""
+    """Largest absolute value of the tensor, float32 [1]."""
 
 
 def quantize_operand(
@@ -227,9 +236,10 @@ def quantize_operand(
     """Quantize an operand with tiles along its rows; the product sums along the rows.
 
     Args:
-        x: [M, K].
-        groups: groups of ranks with other parts of the matrix, over which its amax is reduced.
-        words: random numbers [M, K] for stochastic rounding; None means round to nearest.
+        x: the operand, [M, K].
+        groups: process groups of ranks that have the remaining parts of the matrix; the amax is reduced over these
+            groups.
+        words: random numbers [M, K] for stochastic rounding; None means that values are rounded to nearest.
     """
     size = x.shape[1]
     full = functional.pad(x.detach(), (0, -size % _TILE))
@@ -242,21 +252,22 @@ def quantize_operand(
 
 
 def transpose_operand(x: torch.Tensor, *, transform: bool) -> torch.Tensor:
-    """Transpose a matrix to [K, M] for sums over its rows, padded with zeros to a multiple of 16 rows.
+    """Transpose a matrix to [K, M], so that products sum over the matrix's rows, which are padded with zeros to a
+    multiple of 16.
 
     Args:
-        x: [M, K].
-        transform: whether to apply the random Hadamard transform along the rows.
+        x: the matrix, [M, K].
+        transform: whether to apply the random Hadamard transform along the rows of the transpose.
     """
     turned = functional.pad(x.detach(), (0, 0, 0, -x.shape[0] % SIZE)).t().contiguous()
     return apply_hadamard(turned) if transform else turned
 
 
 def weight_operand(frame: Frame, *, columnwise: bool = False) -> Operand:
-    """Return a whole weight as operand [N, K]; with `columnwise` as [K, N], using columnwise codes if it has any.
+    """Return a whole weight as operand [N, K], or as [K, N] with `columnwise`, from its columnwise codes if it has any.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a range of rows of a weight: only whole weights are multiplied.
+        Refused: with the code UNSUPPORTED if the frame has only some rows of a weight.
     """
     if frame.rows != frame.whole:
         raise refuse(
@@ -272,7 +283,7 @@ def weight_operand(frame: Frame, *, columnwise: bool = False) -> Operand:
 
 
 def product(left_operand: Operand, right_operand: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """Return left [M, K] times the transpose of right [N, K], rounded to float32 and then to a dtype."""
+    """Return left [M, K] times the transpose of right [N, K], rounded to float32 and then to `dtype`."""
     scale = left_operand.amax.double() * right_operand.amax.double() / _UNIT**2
     return ((left_operand.units @ right_operand.units.t()) * scale).float().to(dtype)
 
@@ -289,7 +300,7 @@ _STEPS = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 _BITS = 32
 _LANES = 4
-"""Number of random words per counter."""
+"""Number of random 32-bit words that are computed from one counter."""
 
 
 def philox(
@@ -298,8 +309,8 @@ def philox(
     """Return four random words for each counter.
 
     Args:
-        counter: the four words of each counter, int64 tensors of shapes that broadcast.
-        key: the two words of the key, int64 tensors that broadcast too.
+        counter: the four words of each counter, as int64 tensors whose shapes can be broadcast.
+        key: the two words of the key, as int64 tensors whose shapes can be broadcast with those of the counters.
     """
     first, second, third, fourth = counter
     low, high = key
@@ -320,15 +331,15 @@ def _upper(product: torch.Tensor) -> torch.Tensor:
 
 
 def words(state: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, stream: int) -> torch.Tensor:
-    """Return a random word for each element of a matrix, int64 [rows, columns] below 2**32.
+    """Return a random number for each element of a matrix, int64 [rows, columns], below 2**32.
 
-    Element (r, c) gets word c % 4 of the counter (c // 4, r, calls, stream).
+    Element (r, c) is the word c % 4 that Philox computes from the counter (c // 4, r, calls, stream).
 
     Args:
         state: key and number of calls, int64 [2]; see `transaxle.quant.frame`.
         rows: indices of the rows, int64.
         columns: indices of the columns, int64.
-        stream: number of the random stream; streams with different numbers are independent.
+        stream: index of the random stream; streams with different indices are independent.
     """
     key, calls = state[0], state[1]
     quads, places = torch.unique(columns // _LANES, return_inverse=True)
@@ -339,9 +350,9 @@ def words(state: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, stream
 
 
 _BY_ROWS, _BY_COLUMNS = 0, 1
-"""Numbers of two random streams: for gradients quantized by rows, and for gradients quantized by columns."""
+"""Indices of two random streams: for gradients quantized by rows, and for gradients quantized by columns."""
 _OUT, _IN = -2, -1
-"""Dims of a weight: outputs and inputs."""
+"""Dims of a weight: `_OUT` is the dim of outputs, `_IN` the dim of inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +360,13 @@ class Products:
     """The three products with one weight [N, K], for a range of rows of a batch."""
 
     recipe: NVFP4BlockScaling
-    """The recipe, which enables the transform and stochastic rounding."""
+    """The weight's recipe, which enables the Hadamard transform and stochastic rounding."""
     share: Share | None = None
     """This rank's share of the weight, if tensor parallelism has cut it."""
     batch: Batch = field(default_factory=Batch)
-    """The batch to which the rows belong."""
+    """The batch to which the rows of the input belong."""
     first: int = 0
-    """Index of the first row in the batch."""
+    """Index of the input's first row in the batch."""
 
     def output(self, x: torch.Tensor, weight: Frame, dtype: torch.dtype) -> torch.Tensor:
         """Return the output [M, N] of an input [M, K]."""
@@ -387,7 +398,9 @@ class Products:
         return product(grad_operand, input_operand, dtype)
 
     def _groups(self, dim: int) -> tuple[dist.ProcessGroup | None, ...]:
-        """Return the groups of ranks with other parts of a matrix [batch rows, weight's `dim`] and the same amax."""
+        """Return the groups of ranks that have further parts of a matrix [batch rows, weight's `dim`] and use the same
+        amax.
+        """
         cut = self.share is not None and self.share.dim - len(self.share.shape) == dim
         return (self.batch.group, self.share.common if cut and self.share is not None else None)
 

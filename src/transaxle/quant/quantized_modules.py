@@ -1,7 +1,8 @@
 """Quantizes a model's weights, in place or while the model is built; converts tensors from and to torchao's classes.
 
-Conversions between torchao's and Transaxle's quantized tensors keep codes and scales; nothing is requantized.
-torchao is imported only to make a torchao tensor; a given torchao tensor is recognised by its class name.
+Conversions between torchao's and Transaxle's quantized tensors keep codes and scales; no value is quantized again.
+torchao is imported only to create a torchao tensor. A torchao tensor that a user passes is recognised by the name of
+its class.
 """
 
 from __future__ import annotations
@@ -41,18 +42,20 @@ from transaxle.quant.tp_share import Share
 from transaxle.torch_tensors import place_like, positions_of, raw_local
 
 Filter = Callable[[str, nn.Module], bool]
-"""Function of a module's name and the module (linear layer or stacked experts): whether to quantize the module."""
+"""Function that decides, from a module's name and the module (linear layer or stacked experts), whether to
+quantize it.
+"""
 
 
 @runtime_checkable
 class Quantizable(Protocol):
-    """A module that decides which of its parameters can be quantized, such as `transaxle.nn.GroupedLinear`."""
+    """A module that determines which of its parameters can be quantized, such as `transaxle.nn.GroupedLinear`."""
 
     def quantizable(self) -> Sequence[str]:
-        """Return the names of the module's own parameters that can be quantized."""
+        """Return the names of the parameters directly in the module that can be quantized."""
 
     def check_recipe(self, recipe: Quantizer) -> None:
-        """Refuse a recipe that the module cannot compute with.
+        """Refuse a recipe with which the module cannot compute.
 
         Raises:
             Refused: with the code UNSUPPORTED if the module cannot compute with the recipe.
@@ -60,7 +63,7 @@ class Quantizable(Protocol):
 
 
 class Cut(Protocol):
-    """A parameter's tensor-parallel cut; see `transaxle.parallel`."""
+    """How tensor parallelism has cut a parameter; `transaxle.parallel` implements this protocol."""
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -71,20 +74,20 @@ class Cut(Protocol):
         """This rank's share of the parameter; None if the rank has the whole parameter."""
 
     def tile_refusal(self, quantizer: Quantizer) -> Refusal | None:
-        """Return the refusal of a cut that divides a quantizer's tile; None if all cuts lie between tiles."""
+        """Return the error for a cut that divides a tile of a quantizer; None if all cuts are between tiles."""
 
 
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 """Names of parameters with one matrix per expert, [E, out, in], in modules of transformers."""
 CUTS = "_transaxle_cuts"
-"""Attribute of modules that tensor parallelism has cut: maps a parameter's name to its `Cut`."""
+"""Attribute of modules that tensor parallelism has cut; it contains parameter name -> `Cut`."""
 _WEIGHT = "weight"
 _NUMBERED = re.compile(r"(.*\D)(0|[1-9][0-9]*)")
-"""Name of an expert's own parameter, split into the part that all experts share and the expert's number."""
+"""Pattern for the name of a parameter of one expert; it separates the expert's number from the text before it."""
 _STACK = 3
 _TRANSPOSED = "is_transposed"
-"""Attribute that transformers sets on experts of shape [E, in, out], as in gpt-oss. Such experts are not quantized,
-because tiles would run across rows.
+"""Attribute that transformers sets on modules with experts of shape [E, in, out], as in gpt-oss. Such experts are not
+quantized, because tiles would run across rows.
 """
 
 
@@ -95,26 +98,28 @@ def quantize_(
     *,
     preserve_high_precision_init: bool = False,
 ) -> list[str]:
-    """Quantize the weights of linear and grouped layers, and stacks of experts, in place; on the meta device too.
+    """Quantize the weights of linear and grouped layers, and stacks of experts, in place.
 
-    Call it before `fully_shard`, and before or after `tensor_parallel`, on every tensor-parallel rank. Stacks of
-    experts are parameters with the names in `EXPERTS`, which transformers uses.
+    Call this function before `fully_shard`, and before or after `tensor_parallel`, on every tensor-parallel rank. The
+    model may be on the meta device. Stacks of experts are parameters with the names in `EXPERTS`, which transformers
+    uses.
 
-    A weight that a module of another kind uses too (a head tied to an embedding) is not quantized. Layers that
-    share a weight also share the quantized weight.
+    A weight that a module of a different kind uses too (a head tied to an embedding) is not quantized. If several
+    layers share a weight, they also share the quantized weight.
 
     Args:
         model: the model, which is changed.
-        recipe: how weights are quantized.
+        recipe: quantizer of the weights.
         filter: selects linear layers and modules of experts; None means that all are quantized.
-        preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
+        preserve_high_precision_init: whether to keep the values for `MasterWeights`, which otherwise starts from the
+            codes.
 
     Returns:
-        Names of the weights that were quantized.
+        The names of the weights that were quantized.
 
     Raises:
-        Refused: with the code UNSUPPORTED for weights that are already sharded, and for a recipe that a layer cannot
-            compute with; with the code BLOCK_MISALIGNED if tensor parallelism has cut a weight inside a tile.
+        Refused: with the code UNSUPPORTED if weights are already sharded, or a layer cannot compute with the recipe;
+            with the code BLOCK_MISALIGNED if tensor parallelism has cut a weight inside a tile.
     """
     candidates = [
         (name, key, module)
@@ -152,7 +157,7 @@ def quantize_(
 
 
 def _weights(module: nn.Module) -> list[str]:
-    """Return the names of a module's own weights that can be quantized and are not quantized yet."""
+    """Return the names of the weights directly in a module that can be quantized and are not quantized yet."""
     if isinstance(module, Quantizable):
         names = tuple(module.quantizable())
     elif isinstance(module, nn.Linear):
@@ -180,7 +185,7 @@ def _expert_share(weight: torch.Tensor) -> Share | None:
 
 
 def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[Refusal]:
-    """Return the reasons why a weight cannot be quantized."""
+    """Return an error for each reason why a weight cannot be quantized."""
     problems = []
     weight, cut = getattr(module, key).data, _cut(module, key)
     kind = type(weight)
@@ -210,17 +215,19 @@ def quantized_init(
     filter: Callable[[nn.Module], bool] | None = None,  # noqa: A002 - the word for it
     preserve_high_precision_init: bool = False,
 ) -> Iterator[None]:
-    """Context manager: at the end of the block, quantize the layers and stacks of experts of models built inside.
+    """Context manager: at the end of the block, quantize layers and stacks of experts in the models that were built
+    inside it.
 
     The context manager works for any code that creates `torch.nn.Linear` modules or copies them, as
-    `torch.nn.TransformerEncoder` does, including Hugging Face models and `torch.device("meta")`. Weights that the block
-    itself quantized stay as they are.
+    `torch.nn.TransformerEncoder` does, including Hugging Face models and `torch.device("meta")`. Weights that code
+    inside the block has already quantized are not changed.
 
     Args:
-        recipe: how weights are quantized.
-        filter: selects layers; None means that all layers are quantized except those that share a weight with an
-            embedding.
-        preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
+        recipe: quantizer of the weights.
+        filter: function that selects layers; None means that all layers are quantized except those that share a weight
+            with an embedding.
+        preserve_high_precision_init: whether to keep the values for `MasterWeights`, which otherwise starts from the
+            codes.
     """
     built: dict[int, nn.Module] = {}
     originals = {kind: kind.__init__ for kind in (nn.Linear, nn.Embedding)}
@@ -267,7 +274,7 @@ def quantized_init(
 
 
 def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, int]:
-    """Return (weight name, global number of the first expert), which determine a weight's random numbers.
+    """Return (weight name, global number of the first expert), from which a weight's random numbers are computed.
 
     Experts in separate parameters (`weight7`) get the same name as experts in one stack (`weight`).
     """
@@ -278,7 +285,7 @@ def _identity(name: str, module: nn.Module, share: Share | None) -> tuple[str, i
 
 
 def _identify(parameter: nn.Parameter, identity: tuple[str, int]) -> None:
-    """Set a weight's identity, and start its rounding state with the key computed from this identity."""
+    """Set a weight's identity, and create its rounding state, whose key is computed from this identity."""
     inner = raw_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     inner.frame.identity = identity
@@ -295,21 +302,21 @@ def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, kee
 
 _CODES: dict[torch.dtype, Any] = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 _TOTAL = NVFP4_ENCODING.code_max * NVFP4_ENCODING.scale_max
-"""Ratio of a tensor's amax to its global scale in nvfp4."""
+"""In nvfp4, the ratio of a tensor's amax to its global scale."""
 _WIDEST = 1 << 14
-"""Largest number of elements that a block with one scale may have."""
+"""Maximum number of elements of a block with one scale."""
 _MATRIX = 2
 
 
 def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
     """Convert a `Float8Tensor`, `MXTensor` or `NVFP4Tensor` of torchao to a QuantizedTensor that shares its codes.
 
-    Scales are shared too, unless they are in a kernel's swizzled order. A per-row `Float8Tensor` becomes blocks of one
-    row.
+    Scales are shared too, unless they are in a kernel's swizzled order. A `Float8Tensor` with one scale per row becomes
+    blocks of one row.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a tensor without an exact equivalent in Transaxle, with the reason; with
-            the code LOSSY for a global scale of nvfp4 that follows from no float32 amax.
+        Refused: with the code UNSUPPORTED if the tensor has no exact equivalent in Transaxle, with the reason; with the
+            code LOSSY if no float32 amax results in the global scale of an nvfp4 tensor.
     """
     kind = type(tensor).__name__
     make = _READERS.get(kind)
@@ -330,8 +337,8 @@ def to_torchao(tensor: QuantizedTensor) -> torch.Tensor:
     Columnwise codes and the history of delayed scaling are not converted.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a tensor without an exact equivalent in torchao, with the reason; with
-            the code BLOCK_MISALIGNED for rows that are not whole tiles.
+        Refused: with the code UNSUPPORTED if the tensor has no exact equivalent in torchao, with the reason; with the
+            code BLOCK_MISALIGNED if rows do not form whole tiles.
     """
     if tuple(tensor.shape) != (tensor.height, *tensor.frame.row):
         raise _unequal(str(tensor.quantizer), "it is a view of another shape")
@@ -433,7 +440,9 @@ def _nvfp4(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
 
 
 def _scales(source: Any, block: int) -> torch.Tensor:
-    """Return a row of scales per row of codes, in the order of tiles; swizzled input scales are in 128 x 4 blocks."""
+    """Return one row of scales per row of codes, in the order of tiles; swizzled input scales are in blocks of
+    128 x 4.
+    """
     *leading, rows, columns = source.shape
     scale: torch.Tensor = source.scale
     across = columns // block

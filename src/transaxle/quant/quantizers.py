@@ -1,10 +1,11 @@
-"""Quantizers: classes that say how a matrix becomes codes and scales, one class for each kind of scaling.
+"""Quantizers: classes that define how a matrix is converted to codes and scales, one class for each kind of scaling.
 
-A quantizer names an encoding of `transaxle.encodings` and adds what the encoding does not say: how many elements
-share an amax, whether there are codes for both directions, whether scales follow from current or earlier values.
-A quantizer has no tensors; the encoding does the arithmetic.
+A quantizer refers to an encoding of `transaxle.encodings`, and adds what the encoding does not define: how many
+elements share an amax, whether there are codes for both directions, and whether scales are computed from current or
+earlier values. A quantizer has no tensors; the encoding defines the arithmetic.
 
-This module also lists the buffers of a quantized matrix: names, dtypes, shapes, and which buffers are cut with rows.
+This module also lists the buffers of a quantized matrix: names, dtypes, shapes, and which buffers are cut when rows are
+cut.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _MAKER: list[Callable[..., QuantizedTensor]] = []
-"""The function that makes quantized tensors. `transaxle.quant.tensor`, which imports this module, registers it."""
+"""The function that creates quantized tensors; `transaxle.quant.tensor`, which imports this module, registers it."""
 
 
 def makes_tensors(maker: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:
@@ -42,7 +43,9 @@ Float8Code = Literal["F8_E4M3", "F8_E5M2"]
 
 
 class Quantizer(ABC):
-    """Says how a matrix is quantized: its encoding and how scales are computed. Equal quantizers make equal codes."""
+    """Defines how a matrix is quantized: its encoding, and how scales are computed. Equal quantizers compute equal
+    codes.
+    """
 
     __slots__ = ()
 
@@ -53,17 +56,21 @@ class Quantizer(ABC):
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Numbers of rows and columns that share an amax, if larger than a tile; None if each tile has its own amax."""
+        """Numbers of rows and columns that share an amax, if more than one tile; None if each tile has a
+        separate amax.
+        """
         return None
 
     @property
     def columnwise(self) -> bool:
-        """Whether codes are made both along rows and along columns."""
+        """Whether codes are computed both along rows and along columns."""
         return False
 
     @property
     def state_sizes(self) -> Mapping[str, int]:
-        """Name -> length of each float32 buffer with state for scaling the next values; empty if there is no state."""
+        """Buffer name -> length, for float32 buffers with state for scaling the next values; empty if there is no
+        state.
+        """
         return {}
 
     @property
@@ -78,7 +85,7 @@ class Quantizer(ABC):
 
     @property
     def grain(self) -> tuple[int, int]:
-        """Numbers of rows and columns that share an amax; 0 means all rows or all columns."""
+        """Numbers of rows and columns that share an amax; 0 means all rows or all columns of the matrix."""
         rows, columns = self.encoding.tile if self.over is None else self.over
         return rows, columns
 
@@ -90,24 +97,26 @@ class Quantizer(ABC):
         start: int | None = None,
         whole: int | None = None,
     ) -> QuantizedTensor:
-        """Quantize a matrix, or this rank's rows of one.
+        """Quantize a matrix, or the rows of a matrix that this rank has.
 
         Args:
-            x: [M, K] of bfloat16, float16 or float32.
+            x: the matrix or its rows, [M, K] of bfloat16, float16 or float32.
             group: the ranks that have the rows of one matrix, in order. Amaxes are reduced over these ranks, so that
-                codes and scales equal, bit for bit, those of the matrix quantized in one piece. Every rank calls this.
-            start: row of the whole matrix at which `x` starts; None means computed from the row counts of all ranks.
-            whole: number of rows of the whole matrix; None means computed from the row counts of all ranks.
+                codes and scales equal, bit for bit, those of the matrix quantized as a whole. Every rank must call this
+                method.
+            start: index of the first row of `x` in the whole matrix; None means that it is computed from the row counts
+                of all ranks.
+            whole: number of rows of the whole matrix; None means that it is computed from the row counts of all ranks.
 
         Raises:
-            Refused: with the codes DTYPE_MISMATCH, SHAPE_MISMATCH or UNSUPPORTED for tensors that cannot be quantized.
+            Refused: with the code DTYPE_MISMATCH, SHAPE_MISMATCH or UNSUPPORTED if the tensor cannot be quantized.
         """
         return _MAKER[0](self, x, group=read_group("group", group), start=start, whole=whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Float8CurrentScaling(Quantizer):
-    """One float32 scale for the tensor, computed from the tensor's current amax."""
+    """Quantizer with one float32 scale for the tensor, computed from the tensor's current amax."""
 
     code: Float8Code = "F8_E4M3"
     """Dtype of the codes."""
@@ -122,10 +131,12 @@ class Float8CurrentScaling(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class DelayedScaling(Quantizer):
-    """One float32 scale for the tensor, computed from the largest amax of its latest quantizations.
+    """Quantizer with one float32 scale for the tensor, computed from the largest amax of the tensor's latest
+    quantizations.
 
     The first values are scaled by their own amax. Later values are scaled by the largest amax in the history; then
-    their own amax replaces the oldest in the history. If the largest is zero, infinite or NaN, the scale stays.
+    their own amax replaces the oldest amax in the history. If the largest amax is zero, infinite or NaN, the scale does
+    not change.
     """
 
     code: Float8Code = "F8_E4M3"
@@ -146,10 +157,10 @@ class DelayedScaling(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class Float8Block(Quantizer):
-    """One float32 scale for each block of 128 x 128 elements (weights) or 1 x 128 (activations)."""
+    """Quantizer with one float32 scale for each block of 128 x 128 elements (weights) or 1 x 128 (activations)."""
 
     block: tuple[int, int] = (128, 128)
-    """Rows and columns of a block."""
+    """Numbers of rows and columns of a block."""
     code: Float8Code = "F8_E4M3"
     """Dtype of the codes."""
     power_of_two: bool = True
@@ -163,12 +174,14 @@ class Float8Block(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class MXFP8(Quantizer):
-    """One E8M0 scale for every 32 elements of a row; with `columnwise`, also codes scaled along columns."""
+    """Quantizer with one E8M0 scale for every 32 elements of a row; with `columnwise`, also codes scaled along
+    columns.
+    """
 
     code: Float8Code = "F8_E4M3"
     """Dtype of the codes."""
     columnwise: bool = False
-    """Whether to make codes along columns in addition to those along rows."""
+    """Whether to compute codes along columns in addition to codes along rows."""
 
     @property
     def encoding(self) -> Encoding:
@@ -178,7 +191,7 @@ class MXFP8(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Quantizer):
-    """4-bit codes with one E4M3 scale for every 16 elements of a row, and one amax for the tensor.
+    """Quantizer with 4-bit codes, one E4M3 scale for every 16 elements of a row, and one amax for the tensor.
 
     With `columnwise` there are also codes scaled along columns.
     """
@@ -186,9 +199,9 @@ class NVFP4(Quantizer):
     square: bool = False
     """Whether 16 x 16 elements share an amax, as in weights, so that the transpose has the same scales."""
     scale_max: int = 448
-    """Largest value of a block scale; 256 in the `4 over 6` variant."""
+    """Upper limit of the block scales: 448, or 256 in the `4 over 6` variant."""
     columnwise: bool = False
-    """Whether to make codes along columns in addition to those along rows."""
+    """Whether to compute codes along columns in addition to codes along rows."""
 
     @property
     def encoding(self) -> Encoding:
@@ -197,27 +210,30 @@ class NVFP4(Quantizer):
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Numbers of rows and columns that share an amax, if larger than a tile; None if each tile has its own amax."""
+        """Numbers of rows and columns that share an amax, if more than one tile; None if each tile has a
+        separate amax.
+        """
         return (16, 16) if self.square else None
 
 
 @dataclass(frozen=True, slots=True)
 class NVFP4BlockScaling(Quantizer):
-    """NVFP4 training: weights, inputs and gradients have 4-bit codes in all three products of a linear layer.
+    """Quantizer for NVFP4 training: weights, inputs and gradients have 4-bit codes in all three products of a linear
+    layer.
 
     The options have the names and defaults of TransformerEngine's recipe. Weights and inputs are rounded to nearest:
-    weights with a scale per 16 x 16 elements, inputs with a scale per 16 elements along the summed dim. Both operands
-    of the weight gradient go through a random Hadamard transform first. The random number of a gradient's element is
-    computed from the seed, the weight's name, the number of gradients that the weight has had, and the element's row
-    and column.
+    weights with one scale per 16 x 16 elements, inputs with one scale per 16 elements along the summed dim. A random
+    Hadamard transform is first applied to both operands of the weight gradient. Gradients are rounded stochastically.
+    The random number for a gradient's element is computed from the seed, the weight's name, the number of gradients
+    that the weight has had, and the element's row and column.
     """
 
     disable_rht: bool = False
-    """Whether to leave out the random Hadamard transform."""
+    """Whether to omit the random Hadamard transform."""
     disable_stochastic_rounding: bool = False
-    """Whether to round gradients to nearest, not stochastically."""
+    """Whether to round gradients to nearest instead of stochastically."""
     disable_2d_quantization: bool = False
-    """Whether each scale of a weight covers 16 elements of a row or column, not 16 x 16 elements."""
+    """Whether each scale of a weight applies to 16 elements of a row or column, instead of 16 x 16 elements."""
     seed: int = 0
     """Seed of the random numbers for stochastic rounding."""
 
@@ -228,12 +244,14 @@ class NVFP4BlockScaling(Quantizer):
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Numbers of rows and columns that share an amax, if larger than a tile; None if each tile has its own amax."""
+        """Numbers of rows and columns that share an amax, if more than one tile; None if each tile has a
+        separate amax.
+        """
         return None if self.disable_2d_quantization else (16, 16)
 
     @property
     def columnwise(self) -> bool:
-        """Whether codes are made both along rows and along columns."""
+        """Whether codes are computed both along rows and along columns."""
         return self.disable_2d_quantization
 
     @property
@@ -253,7 +271,7 @@ QUANTIZERS: Mapping[str, type[Quantizer]] = MappingProxyType(
         for kind in (Float8CurrentScaling, DelayedScaling, Float8Block, MXFP8, NVFP4, NVFP4BlockScaling)
     }
 )
-"""Class name -> quantizer class; a pickled tensor stores the class name."""
+"""Class name -> quantizer class; pickled tensors contain the class name."""
 
 
 DATA = "data"
@@ -261,7 +279,7 @@ SCALE = "scale_inv"
 AMAX = "amax"
 COLUMN_DATA, COLUMN_SCALE, HISTORY, SCALED_FOR, ROUNDING = ASIDE
 ORIGIN = "high_precision_init"
-"""Name of the buffer with the values from which the first codes were made, kept for master weights on request."""
+"""Name of the buffer with the values from which the first codes were computed, kept for master weights if requested."""
 COMPONENTS = (DATA, SCALE, AMAX, COLUMN_DATA, COLUMN_SCALE)
 """Names of the buffers that determine a tensor's values, in the order of the encoding."""
 STATE = (HISTORY, SCALED_FOR, ROUNDING)
@@ -269,21 +287,21 @@ STATE = (HISTORY, SCALED_FOR, ROUNDING)
 
 
 def is_cut(encoding: Encoding, name: str, dims: int = 2) -> bool:
-    """Return whether a buffer has one row for each row of the matrix. True for a stack (3 dims): every buffer has one
-    entry per matrix.
+    """Return whether a buffer has one row for each row of the matrix; in a stack (3 dims), every buffer has one entry
+    per matrix.
     """
     return dims > 2 or name in (DATA, COLUMN_DATA) or (name == SCALE and encoding.tile[0] == 1)
 
 
 def tall(encoding: Encoding, *, columnwise: bool) -> bool:
-    """Return whether some tiles have several rows, so that a cut between two rows can divide a tile."""
+    """Return whether some tiles have several rows, so that a cut between two rows may divide a tile."""
     return encoding.tile[0] > 1 or columnwise
 
 
 def buffers_of(
     quantizer: Quantizer, shape: tuple[int, ...], *, columnwise: bool | None = None
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return buffer name -> (dtype, shape) for a matrix or a stack, including buffers of state."""
+    """Return buffer name -> (dtype, shape) for a matrix or a stack, including the buffers of state."""
     has_columnwise = quantizer.columnwise if columnwise is None else columnwise
     rows, columns = shape[-2:]
     buffers = layout(

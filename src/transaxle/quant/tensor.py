@@ -1,19 +1,20 @@
 """`QuantizedTensor`: a matrix, or stack of matrices, that is stored as codes and scales and used as a tensor of values.
 
-The wrapper tensor has no memory: its storage is empty and its data pointer 0. `transaxle.quant.dispatch` defines
-what torch operations do with a `QuantizedTensor`.
+The tensor object itself has no memory: its storage is empty and its data pointer is 0. The buffers of codes and scales
+are in a `Frame`, which several views share. `transaxle.quant.dispatch` defines what torch operations do with a
+`QuantizedTensor`.
 
-**Columnwise codes** are stored in the same order as rowwise codes, so a cut between two rows cuts both; but their tiles
-run down the columns. A kernel reads columnwise codes as rows of the transposed matrix; TransformerEngine stores nvfp4
-in that form: packed along the columns, with transposed scales. `transpose_frame` returns these bytes. If square tiles
-share a scale (nvfp4 weights), an element has the same code and scale in both directions, and columnwise codes are
-copied from the rowwise ones. Otherwise rowwise and columnwise codes are rounded separately, which needs the values.
+**Columnwise codes** are stored in the same order as rowwise codes, so a cut between two rows cuts both kinds, but their
+tiles run down the columns. A kernel reads columnwise codes as rows of the transposed matrix. TransformerEngine stores
+nvfp4 in that form: packed along the columns, with transposed scales. `transpose_frame` returns these bytes. If square
+tiles share a scale (nvfp4 weights), an element has the same code and scale in both directions, and columnwise codes are
+copied from the rowwise codes. Otherwise rowwise and columnwise codes are rounded separately, which requires the values.
 
 **FSDP2** gathers quantized parameters as bytes: codes, and scales that are cut with them. Scales of tiles of several
-rows are on every rank already and are not sent. Ranks with fewer rows than the first send padding, which is dropped on
-arrival. If FSDP2 cuts a dim after the first, torch assembles the gathered bytes as if they had the parameter's
-shape. For eight-bit codes that is correct. Four-bit codes are sent, with their scales, in a buffer of the size that
-torch expects, and split again on arrival; buffers that do not fit into it are gathered in this module.
+rows are already on every rank, and are not sent. Ranks with fewer rows than the first rank send padding, which is
+removed on arrival. If FSDP2 cuts a dim other than the first, torch assembles the gathered bytes as if they had the
+parameter's shape. For eight-bit codes that is correct. Four-bit codes are sent, with their scales, in a buffer of the
+size that torch expects, and split again on arrival; buffers that do not fit into it are gathered by this module.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ from transaxle.quant.tp_share import Band, Share
 from transaxle.torch_tensors import Ranks, raw_local, read_dtype, read_group, same_bytes, with_plain_bytes
 
 _PACKED = 4
-"""Number of bits of codes that are stored two in a byte."""
+"""Number of bits of codes that are stored in pairs, two codes per byte."""
 
 
 def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
-    """Return the frame with columnwise codes added, if these follow from the rowwise codes; otherwise the frame itself.
+    """Return a frame with columnwise codes added, if they can be derived from the rowwise codes; otherwise the frame
+    itself.
 
-    For a shard they never follow: the first and last square tile may continue on other ranks, which need the scales
-    too but do not call this function.
+    For a shard they can never be derived: the first and last square tile may continue on other ranks, which need the
+    scales too but do not call this function.
     """
     square, columnwise_encoding = frame.quantizer.over, columnwise_of(frame.encoding)
     if square is None or columnwise_encoding is None or square != (columnwise_encoding.tile[0], frame.encoding.tile[1]):
@@ -75,7 +77,7 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
     squares = scale[..., ::high, :]
     if scale.device.type != "meta":
         repeated = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
-        if not torch.equal(repeated, scale):  # these are not the scales of square tiles
+        if not torch.equal(repeated, scale):  # the scales do not belong to square tiles
             return frame
     columnwise_buffers = {
         COLUMN_DATA: frame.cut[DATA],
@@ -91,17 +93,18 @@ def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
 
     The new rowwise codes are the frame's columnwise codes. If the frame has stored columnwise codes, its rowwise codes
-    become the new columnwise codes. One nvfp4 amax serves both directions; only random Hadamard transforms need two.
+    become the new columnwise codes. One nvfp4 amax is valid for both directions; only random Hadamard transforms need
+    two amaxes.
 
     Args:
         frame: buffers of the matrix, or of the stack.
-        skip: first row to use; in a stack, the first matrix.
+        skip: index of the first row to use; in a stack, of the first matrix.
         shape: shape of the tensor: [M, K] or [E, M, K].
 
     Raises:
         Refused: with the code UNSUPPORTED if columnwise codes are neither stored nor derivable; with the code
-            BLOCK_MISALIGNED for only some rows of a matrix, and for views with another shape; with the code
-            SHAPE_MISMATCH for an odd row count of 4-bit codes.
+            BLOCK_MISALIGNED if the tensor has only some rows of a matrix, or is a view with a different shape; with the
+            code SHAPE_MISMATCH if 4-bit codes have an odd number of rows.
     """
     height = shape[0]
     if shape != (height, *frame.row) or (frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)):
@@ -129,7 +132,7 @@ def transpose_frame(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
 
 
 def _transpose_codes(buffer: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the transposes of matrices of codes or scales; four-bit codes are packed again."""
+    """Return the transposes of matrices of codes or scales; 4-bit codes are unpacked, transposed and packed again."""
     raw = buffer.view(torch.uint8)
     if bits == _PACKED:
         if raw.shape[-2] % 2:
@@ -146,14 +149,16 @@ def _transpose_codes(buffer: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GatherInput:
-    """A rank's shard and bytes for a gather, from which the whole matrix is assembled on arrival."""
+    """What `assemble_gathered` needs, besides the gathered bytes, to assemble the whole matrix."""
 
     shard: Frame
-    """Frame of this rank's rows, including the shared buffers."""
+    """Codes and scales of this rank's rows, including the buffers that all ranks share."""
     buffers: tuple[tuple[str, torch.Tensor], ...]
     """(name, bytes to send) of each buffer that torch gathers."""
     extra: torch.Tensor | None = None
-    """Gathered bytes [ranks, bytes] of a band's buffers that torch does not gather; None if there are none."""
+    """Gathered bytes, [ranks, bytes], of a band's buffers that torch does not gather; None if there are no such
+    buffers.
+    """
     world: int = 1
     """Number of ranks over which the matrix is cut."""
 
@@ -164,7 +169,7 @@ def prepare_gather(
     """Return the bytes to gather, padded to the first rank's size, and the context that `assemble_gathered` needs.
 
     Raises:
-        Refused: with the code UNSUPPORTED if the rows are not those that FSDP2 gives this rank.
+        Refused: with the code UNSUPPORTED if the rows are not those that FSDP2 assigns to this rank.
     """
     world = mesh.size()
     if frame.band is not None:
@@ -189,9 +194,9 @@ def prepare_gather(
 
 
 def assemble_gathered(outputs: tuple[torch.Tensor, ...], context: GatherInput) -> Frame:
-    """Return the frame of the whole matrix, made from the gathered bytes.
+    """Return the frame (codes and scales) of the whole matrix, assembled from the gathered bytes.
 
-    In a world of one rank torch copies only the first output; the other buffers are taken from the input.
+    If there is only one rank, torch copies only the first output; the remaining buffers are those of the input.
     """
     shard = context.shard
     if shard.band is not None:
@@ -220,7 +225,7 @@ def _prepare_band_gather(
     """Gather the band's buffers that torch cannot gather; return the bytes that torch gathers, and the context.
 
     Raises:
-        Refused: with the code UNSUPPORTED if the band is not the one that FSDP2 gives this rank.
+        Refused: with the code UNSUPPORTED if the band is not the one that FSDP2 assigns to this rank.
     """
     world, rank = mesh.size(), mesh.get_local_rank()
     expected = (rank * band.size, band.size * world)
@@ -251,14 +256,14 @@ def _pad_bytes(octets: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _band_bytes(frame: Frame, band: Band) -> Mapping[str, torch.Tensor]:
-    """Return name -> bytes of the buffers that are cut like the band."""
+    """Return buffer name -> bytes, for the buffers that are cut like the band (range of columns)."""
     names = [name for name in (*frame.cut, *frame.shared) if name != ORIGIN and band.step(frame.quantizer, name)]
     buffers = {**frame.cut, **frame.shared}
     return {name: buffers[name].contiguous().view(torch.uint8) for name in names}
 
 
 def _assemble_bands(outputs: tuple[torch.Tensor, ...], context: GatherInput, band: Band) -> Frame:
-    """Return the frame of the whole matrix or stack, made from the gathered bytes of its bands."""
+    """Return the frame of the whole matrix or stack, assembled from the gathered bytes of its bands."""
     shard, world = context.shard, context.world
     shape = (shard.rows, *shard.row)
     whole = tuple(size * world if dim == band.dim else size for dim, size in enumerate(shape))
@@ -292,30 +297,31 @@ def _assemble_bands(outputs: tuple[torch.Tensor, ...], context: GatherInput, ban
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Torch function -> implementation for quantized tensors; `transaxle.quant.dispatch` registers the implementations."""
+"""Torch function -> implementation for quantized tensors, which `transaxle.quant.dispatch` registers."""
 OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
-"""List whose only element carries out torch operations; `transaxle.quant.dispatch` appends it."""
+"""List whose only element is the function that runs torch operations; `transaxle.quant.dispatch` appends it."""
 
 
 class QuantizedTensor(torch.Tensor):
     """A tensor stored as codes and scales: a matrix [M, K], some of its rows, or a stack [E, M, K] of matrices.
 
-    Each matrix of a stack has its own scales. A quantizer or `from_components` makes the tensor. Views of rows and of
-    matrices of a stack share its codes and scales. Most operations use the dequantized values and return plain tensors.
+    Each matrix of a stack has separate scales. A quantizer or `from_components` creates the tensor. Views of rows, and
+    of matrices of a stack, share its codes and scales. Most operations use the dequantized values and return plain
+    tensors.
     """
 
     frame: Frame
-    """The buffers, which a tensor and its views share."""
+    """The buffers of codes and scales, which a tensor and its views share."""
     skip: int
-    """Row (in a stack, matrix) of the frame at which this tensor starts."""
+    """Index of the frame's row (in a stack, matrix) at which this tensor starts."""
     height: int
-    """Number of rows (in a stack, of matrices) of this tensor."""
+    """Number of rows (in a stack, matrices) of this tensor."""
 
     @staticmethod
     def __new__(
         cls, frame: Frame, skip: int, height: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None
     ) -> QuantizedTensor:
-        """Make the wrapper tensor, which has no memory."""
+        """Create the tensor object, which has no memory."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
             (height, *frame.row) if shape is None else shape,
@@ -329,7 +335,7 @@ class QuantizedTensor(torch.Tensor):
         frame: Frame,
         skip: int,
         height: int,
-        dtype: torch.dtype,  # noqa: ARG002 - `__new__` takes the same
+        dtype: torch.dtype,  # noqa: ARG002 - `__new__` uses it
         shape: tuple[int, ...] | None = None,  # noqa: ARG002
     ) -> None:
         assert prod(self.shape) == height * frame.columns
@@ -337,38 +343,38 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantizer(self) -> Quantizer:
-        """The quantizer that made the codes."""
+        """The quantizer that computed the codes."""
         return self.frame.quantizer
 
     @property
     def components(self) -> dict[str, torch.Tensor]:
         """Codes and scales as plain tensors that share this tensor's memory: `data`, `scale_inv`; for nvfp4 `amax`.
 
-        If the quantizer makes columnwise codes, `columnwise_data` and `columnwise_scale_inv` follow. No buffer is
-        padded or swizzled. If tiles span several rows, a shard has the whole matrix's scales. In a stack
-        each buffer has a leading dim E: `scale_inv` of float8 is [E, 1].
+        If the quantizer computes columnwise codes, `columnwise_data` and `columnwise_scale_inv` follow. No buffer is
+        padded or swizzled. If tiles span several rows, a shard has the whole matrix's scales. In a stack, each buffer
+        has a leading dim E: `scale_inv` of float8 is [E, 1].
         """
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in COMPONENTS if name in buffers}
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """State buffers for the next quantization: `amax_history` and `scaled_for` for delayed scaling, or
-        `rounding_state` for NVFP4 training; otherwise empty.
+        """Buffers of state for the next quantization: `amax_history` and `scaled_for` for delayed scaling,
+        `rounding_state` for NVFP4 training, otherwise none.
         """
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in STATE if name in buffers}
 
     def dequantize(self, dtype: DType | None = None, *, columnwise: bool = False) -> torch.Tensor:
-        """Return the values as a plain tensor, code times scale, rounded once to the dtype.
+        """Return the values (codes times scales) as a plain tensor, rounded once to the dtype.
 
         Args:
             dtype: dtype of the values: bfloat16, float16 or float32; None means this tensor's dtype.
-            columnwise: read the columnwise codes, not the rowwise codes.
+            columnwise: whether to use the columnwise codes instead of the rowwise codes.
 
         Raises:
-            Refused: with the code DTYPE_MISMATCH for any other dtype; with the code MISSING_TENSOR if there are no
-                columnwise codes.
+            Refused: with the code DTYPE_MISMATCH if the dtype is not one of these; with the code MISSING_TENSOR if
+                there are no columnwise codes.
         """
         if columnwise and not self.frame.columnwise:
             raise refuse("MISSING_TENSOR", f"{self.quantizer}: the tensor has no columnwise codes", tensor=COLUMN_DATA)
@@ -386,13 +392,13 @@ class QuantizedTensor(torch.Tensor):
         """Quantize new values into this tensor's buffers, with the same quantizer; return the tensor.
 
         Args:
-            values: a plain tensor of this shape.
-            group: the ranks that have the matrix's other rows or bands; every rank of the group must call this.
-                None if this tensor is whole.
+            values: a plain tensor with the shape of this tensor.
+            group: the ranks that have the remaining rows or bands of the matrix; every rank of the group must call this
+                method. None if this tensor is a whole matrix.
 
         Raises:
-            Refused: `SHAPE_MISMATCH`; with the code UNSUPPORTED for a shard without `group`, if scales depend on other
-                ranks' rows.
+            Refused: with the code SHAPE_MISMATCH if the shape of `values` is wrong; with the code UNSUPPORTED if this
+                tensor is a shard, `group` is None, and scales depend on other ranks' rows.
         """
         group = read_group("group", group)
         if values.shape != self.shape:
@@ -415,7 +421,7 @@ class QuantizedTensor(torch.Tensor):
         rows = values.detach().reshape(self.height, *frame.row)
         if rows.dtype not in kernels.VALUES:
             rows = rows.to(self.dtype)
-        if frame.matrix is not None and frame.quantizer.state_sizes:  # each matrix has its own amax history
+        if frame.matrix is not None and frame.quantizer.state_sizes:  # each matrix has a separate amax history
             for index, matrix in enumerate(rows, self.skip):
                 member = QuantizedTensor(frame.member(index), 0, frame.matrix[0], self.dtype)
                 member.quantize_(matrix, group=None if band is None else group)
@@ -430,10 +436,12 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def with_dtype_of(self, values: torch.Tensor) -> QuantizedTensor:
-        """Return a quantized tensor of `values`, with their dtype and device; codes are kept if the values are equal.
+        """Return a quantized tensor of `values`, with the dtype and device of `values`; codes are kept if the values
+        are equal.
 
         Raises:
-            Refused: with the code UNSUPPORTED for new values of a tensor-parallel part: other ranks might get none.
+            Refused: with the code UNSUPPORTED for new values of a tensor-parallel shard, because other ranks might get
+                no new values.
         """
         moved = cast(QuantizedTensor, self.detach().to(values.device))
         if not values.is_meta and not torch.equal(values, moved.dequantize(values.dtype)):
@@ -445,11 +453,11 @@ class QuantizedTensor(torch.Tensor):
         return QuantizedTensor(moved.frame, moved.skip, moved.height, values.dtype, tuple(self.shape))
 
     def adopt(self, source: Frame, skip: int, rows: int) -> None:
-        """Copy codes and scales of another frame with the same encoding into this tensor's buffers.
+        """Copy codes and scales from another frame with the same encoding into this tensor's buffers.
 
         Raises:
-            Refused: with the codes BLOCK_MISALIGNED or UNEQUAL_COPIES if other rows of this frame would then have wrong
-                scales.
+            Refused: with the code BLOCK_MISALIGNED or UNEQUAL_COPIES if other rows of this tensor's frame would then
+                have wrong scales.
         """
         frame = self.frame
         if frame.columnwise and not source.columnwise:
@@ -490,17 +498,19 @@ class QuantizedTensor(torch.Tensor):
         for name in list(frame.cut):
             if name in source.cut:
                 frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
-            elif name in (COLUMN_DATA, COLUMN_SCALE):  # the source has none, and the old codes are outdated
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # the source lacks these, and the old ones are outdated
                 frame.drop(name)
         _refresh(frame, source)
 
     def transposed(self) -> QuantizedTensor:
-        """Return the transpose without requantizing: its codes are this tensor's columnwise codes."""
+        """Return the transpose without quantizing again: the codes of the transpose are this tensor's
+        columnwise codes.
+        """
         transpose = transpose_frame(self.frame, self.skip, tuple(self.shape))
         return QuantizedTensor(transpose, 0, transpose.rows, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Called by FSDP2: return codes, and scales that are cut like the rows, as bytes to gather."""
+        """Return codes, and scales that are cut like the rows, as bytes to gather; FSDP2 calls this method."""
         return prepare_gather(self.frame, self.skip, self.height, mesh)
 
     def fsdp_post_all_gather(
@@ -511,7 +521,7 @@ class QuantizedTensor(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Called by FSDP2: make the whole matrix from gathered bytes; return it, or put it into an earlier `out`."""
+        """Assemble the whole matrix from gathered bytes; return it, or copy it into `out`. FSDP2 calls this method."""
         frame = assemble_gathered(all_gather_outputs, metadata)
         if out is None:
             return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
@@ -544,7 +554,7 @@ class QuantizedTensor(torch.Tensor):
         return cast("QuantizedTensor", memo[id(self)])
 
     def _as(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the given tensor with this tensor's `requires_grad`, as a parameter if this tensor is a parameter."""
+        """Return `tensor` with this tensor's `requires_grad`, as a parameter if this tensor is a parameter."""
         if getattr(self, "_is_param", False):
             return torch.nn.Parameter(tensor, requires_grad=self.requires_grad)
         return tensor.requires_grad_(self.requires_grad)
@@ -553,10 +563,11 @@ class QuantizedTensor(torch.Tensor):
         return self.pickle_parts(torch.clone)
 
     def pickle_parts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-        """Return what a pickle contains: a function of this module, plain numbers, and buffers changed by `change`.
+        """Return what a pickle contains: a function of this module, plain numbers, and buffers after `change` was
+        applied.
 
         Raises:
-            Refused: with the code UNSUPPORTED for a tensor-parallel part: its process group cannot be pickled.
+            Refused: with the code UNSUPPORTED for a tensor-parallel shard, because its process group cannot be pickled.
         """
         if self.frame.share is not None:
             message = (
@@ -565,7 +576,7 @@ class QuantizedTensor(torch.Tensor):
             raise refuse("UNSUPPORTED", message, hint="Save state_dict(), which has its codes and scales.")
         frame = self.frame.map_rows(self.skip, self.height, change)
         settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
-        # Python's pickle cannot read float8 tensors back
+        # Python's pickle cannot restore float8 tensors.
         buffers = {name: with_plain_bytes(buffer) for name, buffer in frame.buffers(0, self.height).items()}
         flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
         at = (frame.start, frame.whole)
@@ -578,7 +589,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _reduce_shared(tensor: QuantizedTensor) -> tuple[Any, ...]:
-    """Return the pickle content for another process, which refers to the buffers' shared memory, without copies."""
+    """Return what a pickle for another process contains: references to the buffers' shared memory, without copies."""
     return tensor.pickle_parts(lambda buffer: buffer)
 
 
@@ -590,7 +601,7 @@ def _settings(quantizer: Quantizer) -> tuple[str, ...]:
 
 
 def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether two sets of buffers have the same names and bytes."""
+    """Return whether two dicts of buffers have the same names and bytes."""
     return first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
 
 
@@ -605,7 +616,7 @@ def _adopt_position(frame: Frame, source: Frame, start: int) -> None:
 
 
 def _refresh(frame: Frame, source: Frame) -> None:
-    """Copy another frame's shared buffers into this frame, in place if the shapes are equal."""
+    """Copy the shared buffers of another frame into this frame, in place if the shapes are equal."""
     for name in list(frame.shared):
         if name not in source.shared and name not in STATE:
             frame.drop(name)
@@ -620,7 +631,7 @@ def _refresh(frame: Frame, source: Frame) -> None:
 def dequantize_stack(
     frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False
 ) -> torch.Tensor:
-    """Return the values of some matrices of a stack; in one kernel launch if tiles do not cross matrices."""
+    """Return the values of some matrices of a stack, computed in one kernel launch if tiles are inside matrices."""
     assert frame.matrix is not None
     rows, columns = frame.matrix
     encoding, last = frame.encoding, first + count
@@ -650,10 +661,11 @@ def make_quantized(
     share: Share | None = None,
     band: Band | None = None,
 ) -> QuantizedTensor:
-    """Quantize a matrix, a stack of matrices or, with a group, this rank's part of a matrix; see `Quantizer.quantize`.
+    """Quantize a matrix, a stack of matrices or, with `group`, this rank's rows of a matrix; see `Quantizer.quantize`.
 
-    With a share, `x` is the share's part of a whole matrix or stack, and every rank of its group calls this. With a
-    band, `x` is the band's part of every row, and other ranks of the group have the other bands.
+    With `share`, `x` is this rank's tensor-parallel share of a whole matrix or stack, and every rank of its group must
+    call this. With `band`, `x` is a range of columns of every row, and other ranks of the group have the remaining
+    columns.
     """
     if x.dim() not in (2, 3):
         raise refuse(
@@ -681,19 +693,20 @@ def from_components(
     start: int = 0,
     whole: int | None = None,
 ) -> QuantizedTensor:
-    """Make a quantized tensor from codes and scales; the tensor shares their memory.
+    """Create a quantized tensor from codes and scales, whose memory the tensor shares.
 
     Args:
-        quantizer: the quantizer that made the codes and scales.
-        components: the entries of `QuantizedTensor.components` and `.state`; missing state is initialized.
-        shape: [M, K], or [E, M, K] for a stack, whose components all have a leading dim E.
+        quantizer: the quantizer that computed the codes and scales.
+        components: name -> buffer, as in `QuantizedTensor.components` and `.state`; missing state is initialized.
+        shape: shape of the tensor: [M, K], or [E, M, K] for a stack, whose components all have a leading dim E.
         dtype: dtype of the values: bfloat16, float16 or float32.
-        start: for a shard, the row of the whole matrix (in a stack, the matrix) at which the shard begins.
-        whole: for a shard, the number of rows of the whole matrix; scales of multi-row tiles are those of the whole.
+        start: for a shard, the index of the whole matrix's row (in a stack, of the matrix) at which the shard begins.
+        whole: for a shard, the number of rows of the whole matrix; if tiles have several rows, the scales are those of
+            the whole matrix.
 
     Raises:
-        Refused: with the codes MISSING_TENSOR, UNEXPECTED_TENSOR, DTYPE_MISMATCH or SHAPE_MISMATCH; lists every
-            problem.
+        Refused: with the code MISSING_TENSOR, UNEXPECTED_TENSOR, DTYPE_MISMATCH or SHAPE_MISMATCH if components do not
+            fit; the error lists every problem.
     """
     dtype = read_dtype("dtype", dtype)
     if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
@@ -725,7 +738,7 @@ def from_components(
     return QuantizedTensor(make_frame(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
 
 
-# Pickles refer to `transaxle.quant.tensor.rebuilt` and may be old: do not rename the function or the module.
+# Existing pickles refer to `transaxle.quant.tensor.rebuilt`, so neither the function nor the module may be renamed.
 def rebuilt(
     kind: str,
     settings: dict[str, Any],
@@ -735,10 +748,10 @@ def rebuilt(
     at: tuple[int, int],
     flags: tuple[bool, bool],
 ) -> torch.Tensor:
-    """Make a tensor from the content of a pickle: names, plain numbers and buffers.
+    """Create a tensor from the content of a pickle: names, plain numbers and buffers.
 
     Raises:
-        Refused: with the code UNSUPPORTED for an unknown quantizer; also errors of `from_components`.
+        Refused: with the code UNSUPPORTED if the quantizer is unknown; also with the errors of `from_components`.
     """
     if kind not in QUANTIZERS:
         raise refuse("UNSUPPORTED", f"the pickle names the quantizer {kind}; known are {', '.join(QUANTIZERS)}")

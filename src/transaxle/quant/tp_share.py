@@ -1,13 +1,14 @@
-"""Shares and bands: the part of a quantized matrix that a rank has.
+"""Shares and bands: the part of a quantized matrix that a rank has after tensor parallelism or FSDP2 has cut the
+matrix.
 
-A **share** is a part that tensor parallelism has cut along rows or columns. Cuts lie between tiles, so each share can
-be quantized like a separate matrix. The exceptions are buffers that exist once for the whole matrix: a scale, an
-amax, a history. These buffers are computed over all ranks and are equal on each. All other buffers are parts of the
+A **share** is a part that tensor parallelism has cut along rows or columns. Cuts are between tiles, so each share can
+be quantized like a separate matrix. The exceptions are buffers that exist once for the whole matrix: a scale, an amax,
+a history. These buffers are computed over all ranks and are equal on each rank. All other buffers are parts of the
 whole matrix's buffers. FSDP2 may cut a share again, between any two rows.
 
-A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 makes bands if the
-user lets it cut a dim after the first (`Shard(1)`). Cuts lie between tiles, so each band is quantized like a
-separate matrix, except for the scale, amax or history of the whole matrix, of which every rank has a copy.
+A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 creates bands if
+the user lets it cut a dim other than the first (`Shard(1)`). Cuts are between tiles, so each band is quantized like a
+separate matrix, except for the scale, amax or history of the whole matrix, which every rank has.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Share:
     shape: tuple[int, ...]
     """Shape of the whole matrix or stack."""
     dim: int
-    """The dim that tensor parallelism cuts."""
+    """Index of the dim that tensor parallelism cuts."""
     positions: Intervals
-    """The indices along `dim` that this rank has, in the order in which it stores them."""
+    """The indices along `dim` that this rank has, in the order in which the rank stores them."""
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -66,12 +67,14 @@ class Share:
         return replace(self, shape=self.shape[1:], dim=self.dim - 1) if self.dim else None
 
     def place_in(self, mesh: DeviceMesh) -> int:
-        """Return the dim of the mesh along which the ranks are those of `group`."""
+        """Return the index of the mesh dim along which the ranks are those of `group`."""
         ranks = dist.get_process_group_ranks(self.group)
         return next(n for n in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(n)) == ranks)
 
     def step(self, quantizer: Quantizer, name: str) -> int:
-        """Return how many elements along the cut dim one entry of a buffer covers; 0 if the buffer is not cut."""
+        """Return the number of elements along the cut dim to which one entry of a buffer belongs; 0 if the buffer is
+        not cut.
+        """
         return step_of(quantizer, name, self.dim - len(self.shape))
 
     def whole_of(self, quantizer: Quantizer, name: str) -> tuple[int, ...]:
@@ -86,7 +89,7 @@ class Share:
         return tuple(self._spans(step) if step and dim == self.dim else whole(n) for dim, n in enumerate(shape))
 
     def part(self, quantizer: Quantizer, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part out of a buffer of the whole matrix."""
+        """Copy this rank's share out of a buffer of the whole matrix."""
         step = self.step(quantizer, name)
         if not step:
             return buffer.clone()
@@ -104,7 +107,8 @@ def _encoding(quantizer: Quantizer, name: str) -> Encoding:
 
 
 def step_of(quantizer: Quantizer, name: str, axis: int) -> int:
-    """Return how many elements along an axis one entry of a buffer covers; 0 if an entry covers the whole axis.
+    """Return the number of elements along an axis to which one entry of a buffer belongs; 0 if it belongs to the whole
+    axis.
 
     Args:
         quantizer: quantizer of the matrix, or of the stack.
@@ -122,9 +126,10 @@ def step_of(quantizer: Quantizer, name: str, axis: int) -> int:
 
 
 def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise: bool) -> int:
-    """Return how many adjacent elements along a dim must stay together because they share a scale; at least 1.
+    """Return the number of adjacent elements along a dim that must stay together because they share a scale; at least
+    1.
 
-    A scale of the whole matrix is ignored: every rank has a copy.
+    A scale of the whole matrix is ignored, because every rank has a copy of it.
     """
     axis = dim - len(shape)
     if axis < -_MATRIX:
@@ -142,14 +147,14 @@ def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise:
 def tile_refusal(
     quantizer: Quantizer, shape: Sequence[int], dim: int, positions: Sequence[Intervals], *, columnwise: bool = False
 ) -> Refusal | None:
-    """Return the refusal of the first cut that divides a tile; None if all cuts lie between tiles.
+    """Return the error for the first cut that divides a tile; None if all cuts are between tiles.
 
     Args:
         quantizer: quantizer of the matrix.
         shape: shape of the whole matrix or stack.
         dim: the dim along which the matrix is cut.
-        positions: for each rank, the indices along `dim` that it has.
-        columnwise: whether to consider tiles of columnwise codes too, even if the quantizer makes no such codes.
+        positions: for each rank, the indices along `dim` that the rank has.
+        columnwise: whether to consider tiles of columnwise codes too, even if the quantizer computes no such codes.
     """
     tile = tile_of(quantizer, shape, dim, columnwise=columnwise or quantizer.columnwise)
     for rank, intervals in enumerate(positions):
@@ -168,16 +173,16 @@ def tile_refusal(
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Position of a band in a matrix, or in every matrix of a stack."""
+    """Position of a band (range of columns or rows) in a matrix, or in every matrix of a stack."""
 
     dim: int
-    """The dim that FSDP2 cuts."""
+    """Index of the dim that FSDP2 cuts."""
     dims: int
     """Number of dims: 2 for a matrix, 3 for a stack."""
     start: int
-    """First index of the band along the cut dim."""
+    """Index along the cut dim at which the band begins."""
     size: int
-    """Number of indices along the cut dim that the band has."""
+    """Number of the band's indices along the cut dim."""
     whole: int
     """Size of the cut dim in the whole matrix or stack."""
 
@@ -187,11 +192,13 @@ class Band:
         return replace(self, dim=self.dim - 1, dims=self.dims - 1)
 
     def step(self, quantizer: Quantizer, name: str) -> int:
-        """Return how many indices along the cut dim a buffer entry covers; 0 if every band has the whole buffer."""
+        """Return the number of indices along the cut dim to which a buffer entry belongs; 0 if every band has the whole
+        buffer.
+        """
         return step_of(quantizer, name, self.dim - self.dims)
 
     def part(self, quantizer: Quantizer, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a view of the band's part of a buffer, which belongs to the frame from which the band was cut."""
+        """Return a view of the band's section of a buffer that belongs to the frame from which the band was cut."""
         step = self.step(quantizer, name)
         if not step:
             return buffer

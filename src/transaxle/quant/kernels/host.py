@@ -34,8 +34,8 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _read(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return the tensor's memory as a read-only array. (After a call of `Tensor.numpy`, FSDP could no longer resize the
-    storage.)
+    """Return the tensor's memory as a read-only array, without `Tensor.numpy`, after which FSDP could not resize the
+    storage.
     """
     return np.from_dlpack(with_plain_bytes(tensor.detach()))
 
