@@ -552,7 +552,7 @@ def convert(
         tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
         pp: number of pipeline stages, for `megatron_torch`.
         ep: number of expert-parallel ranks, for `megatron_torch`.
-        make_vocab_size_divisible_by: pads the vocabulary to this number times `tp`; `megatron_torch` defaults to 128.
+        make_vocab_size_divisible_by: pads the vocabulary to multiples of this number times `tp`; for `megatron_torch` 128.
         jobs: number of worker threads.
         memory: maximum bytes of all buffers together.
         on: worker processes: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool
