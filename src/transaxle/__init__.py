@@ -17,7 +17,9 @@ from transaxle.errors import CODES, Refusal, TransaxleError
 __version__ = "0.2.0"
 
 _LAZY = "transaxle.verbs"
-"""Module that defines all public names without an entry in `_ELSEWHERE`; it is imported when a name is first used."""
+"""Name of the module that defines all public names without an entry in `_ELSEWHERE`; it is imported when a name is
+first used.
+"""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.hugging_face",
     "Checkpoint": "engine.checkpoint.checkpoint",

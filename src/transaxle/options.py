@@ -2,7 +2,7 @@
 
 Public functions ("verbs") have these options as keyword arguments; tests compare the signatures with this table. The
 command line and the hints of errors use the spellings in this table. The module also lists combinations of options that
-no verb accepts. It imports no other module of the package, so every module may import it.
+no verb accepts. This module imports no other module of the package, so every module may import it.
 """
 
 from __future__ import annotations

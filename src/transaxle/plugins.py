@@ -1,7 +1,7 @@
 """Plugins: entry points of installed packages that extend Transaxle.
 
-A search for plugins reads the metadata of all installed distributions. It happens at most once per process, and only if
-no format or model family that ships with Transaxle fits the checkpoint.
+A search for plugins reads the metadata of all installed distributions. The search happens at most once per process, and
+only if no format or model family that ships with Transaxle fits the checkpoint.
 """
 
 from __future__ import annotations

@@ -7,20 +7,21 @@ tensor is the tensor itself.
 strided views, which is a single kernel on a GPU. Strides for torch are computed only in this module.
 
 **Placements**: which positions of a tensor each rank of a mesh has, as one list of intervals per dim. DTensor
-    placements are converted to the chunk rules of `transaxle.axes`, so one implementation handles `Shard`, `Shard(-1)`,
-    `_StridedShard` and every order of mesh dims. torch only provides the placements; this module computes the offsets.
+placements are converted to the chunk rules of `transaxle.axes`, so one implementation handles `Shard`, `Shard(-1)`,
+`_StridedShard` and every order of mesh dims. torch only provides the placements; this module computes the offsets.
 
-**Parts.** Some tensor-parallel cuts cannot be described by a DTensor. A parameter cut in such a way is an ordinary
+**Parts.** Some tensor-parallel cuts cannot be described by a DTensor. A parameter with such a cut is an ordinary
 tensor, or under FSDP2 a DTensor over the data-parallel ranks only, and its shape is smaller than that of the whole. The
 module that contains the parameter marks it with a `Part`, and the parameter's optimizer state has the same mark. Loads
-and saves then treat it as the whole tensor with a list of intervals per dim, like a DTensor with placements.
+and saves treat a parameter with a `Part` as the whole tensor with a list of intervals per dim, like a DTensor with
+placements.
 
 **Shard grids.** A `ShardGrid` represents one tensor of which this rank stores several shards as separate tensors, such
 as the layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and of an
 MLP's rows, half are the gate and half the up projection. Nothing in this module is specific to Megatron.
 
 **Arguments**: reads dtypes, devices and process groups under the various names that users pass, and removes the
-    wrappers of trainers from models. Checkpoints name dtypes by safetensors codes.
+wrappers of trainers from models. Checkpoints name dtypes by safetensors codes.
 """
 
 from __future__ import annotations
@@ -340,8 +341,8 @@ def parts_in(module: nn.Module) -> Iterator[tuple[str, Part]]:
 
 
 def mark_all(model: nn.Module) -> None:
-    """Mark all recorded parts among a model's parameters again. This is needed because sharding or materialising
-    creates new parameters.
+    """Mark all recorded parts among a model's parameters again. Marking again is needed because sharding or
+    materialising creates new parameters.
     """
     for module in model.modules():
         for name, part in parts_in(module):

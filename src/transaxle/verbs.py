@@ -534,7 +534,7 @@ def convert(
         dst: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
         to: format and dialect of the target, `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
         overwrite: whether to replace the checkpoint at `dst`, which stays readable until the new one is complete. If
-            the folder has unrelated files, True refuses, and `"everything"` deletes these files too.
+            the folder has unrelated files, True refuses, and `"everything"` deletes those files too.
         resume: whether to keep finished work if interrupted, and continue it in the next call; a `dst` that is already
             the expected result is kept. If False, unfinished work beside `dst` is refused, or with `overwrite` deleted.
         sync: whether to sync all written files to disk before `dst` appears.
@@ -552,7 +552,7 @@ def convert(
         tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
         pp: number of pipeline stages, for `megatron_torch`.
         ep: number of expert-parallel ranks, for `megatron_torch`.
-        make_vocab_size_divisible_by: pads the vocabulary to multiples of this number times `tp`; for `megatron_torch` 128.
+        make_vocab_size_divisible_by: pads the vocabulary to multiples of this times `tp`; `megatron_torch`: 128.
         jobs: number of worker threads.
         memory: maximum bytes of all buffers together.
         on: worker processes: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or a pool
@@ -624,8 +624,8 @@ def verify(
         progress: function that is called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
-    The other arguments are those of `open`. Of these, `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to
-    the first checkpoint only.
+    The other arguments are those of `open`. The options `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply
+    to the first checkpoint only.
 
     Returns:
         The verification, which is true on success, so that `assert tx.verify(a, b)` fails if the checkpoints differ.

@@ -1,5 +1,5 @@
-"""Entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes. Imports no other module of
-Transaxle.
+"""Entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes. This module imports no other
+module of Transaxle.
 
 The weight transfer engine is imported only if vLLM's config names the backend `transaxle`.
 """

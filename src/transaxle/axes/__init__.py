@@ -1,11 +1,11 @@
 """Computes how tensors are laid out in names, shapes and ranks, and which box copies turn one layout into another.
 
-A *dialect* is one framework's tensor names and layouts for a model family. It is a table of *mapping rules*, one a
-line: the left-hand side is a stored name, the right-hand side the axes of the stored tensor. A *logical tensor* is a
-weight with named axes, independent of any framework; a *box copy* moves a rectangular region of it.
+A *dialect* is one framework's tensor names and layouts for a model family. A dialect is a table of *mapping rules*, one
+a line: the left-hand side is a stored name, the right-hand side the axes of the stored tensor. A *logical tensor* is a
+weight with named axes, independent of any framework; a *box copy* moves a rectangular region of a logical tensor.
 
-This package needs numpy at most: it imports no torch and reads no files. It has one concept per module, from small to
-large:
+This package needs numpy at most: it imports no torch and reads no files. The package has one concept per module, from
+small to large:
 
     statement: splits the text of a rules file into statements
     section: the text of a dialect, and the mapping rules that it inherits from other dialects

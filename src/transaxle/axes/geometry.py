@@ -2,7 +2,7 @@
 mesh.
 
 **Pieces**: a piece describes which box of a logical tensor a chunk of a stored tensor contains, with offset and
-    strides.
+strides.
 
 The function `pieces` turns the layout of a tensor or of a shard into pieces. `PieceOverlap` intersects a source piece
 with a target piece; the result is one strided copy. All movement of data consists of such copies: changes of layout,

@@ -2,17 +2,17 @@
 converter.
 
 **Parts**: a part is one logical tensor of the derived table. There is one part for each pair of name patterns (in hub
-    and memory) that have common elements. The instances of a part differ only in indices. An index is in the names of
-    both dialects (a layer), or in the names of one dialect and along a dim in the other dialect (a stacked expert).
-    Indices with the same values in both dialects are one axis.
+and memory) that have common elements. The instances of a part differ only in indices. An index is in the names of both
+dialects (a layer), or in the names of one dialect and along a dim in the other dialect (a stacked expert). Indices with
+the same values in both dialects are one axis.
 
 **Moves**: a move describes at which positions of one tensor the elements of another tensor are, by digits. A digit is a
-    loop of equal steps: `size` elements, `hub` positions apart in the hub's tensor and `memory` positions apart in the
-    tensor in memory. A transpose has two digits, a split of heads has three. `factor` computes digits from the
-    positions alone.
+loop of equal steps: `size` elements, `hub` positions apart in the hub's tensor and `memory` positions apart in the
+tensor in memory. A transpose has two digits, a split of heads has three. `factor` computes digits from the positions
+alone.
 
 **Layouts**: a layout describes how parts form the dims of one stored tensor, like the expression in a mapping rule, but
-    with unnamed axes.
+with unnamed axes.
 """
 
 from __future__ import annotations
@@ -298,8 +298,8 @@ def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
 
 
 def _find_axes(part: Part, axes: DisjointSets[Place]) -> None:
-    """Pair the indices of the two dialects. Parts with the most instances are first; later parts reuse the axes found
-    for them.
+    """Pair the indices of the two dialects. Parts with the most instances are first; later parts reuse the axes that
+    were found for the first parts.
     """
     columns: dict[tuple[int, ...], list[Coordinate]] = defaultdict(list)
     for coordinate in _coordinates(part):

@@ -1,9 +1,10 @@
 """Decides which numbers in tensor names are indices (such as a layer's), and which numbers are literal parts of names.
 
 A number is an index if its values differ between traced models (a model with more layers has more names), or if the
-numbers 0, 1, 2 … are all followed by the same names. Any other number is literal: the 0 in `mlp.0.weight` and the 2 in
-`mlp.2.weight` are names. This rule may be wrong, for example if one of the two dialects has words for `mlp.0` and
-`mlp.1`, or counts from 1. Then derivation is tried again with a `Numbering`, which lists exceptions.
+numbers 0, 1, 2 … are all followed by the same names. A number to which neither applies is literal: the 0 in
+`mlp.0.weight` and the 2 in `mlp.2.weight` are names. The rule that decides between index and literal may be wrong, for
+example if one of the two dialects has words for `mlp.0` and `mlp.1`, or counts from 1. If the rule was wrong,
+derivation is tried again with a `Numbering`, which lists exceptions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Derives a table of mapping rules from a converter: makes traces, proves the table, and writes the table's file.
 
 The converter is transformers' own for a model type, a Python function, or a program that reads and writes folders. A
-*trace* is a record of its input and output tensors, whose elements are numbered.
+*trace* is a record of a converter's input and output tensors, whose elements are numbered.
 
 **Proof**: the table converts the tensors of a trace from which it was not derived, in both directions. The results are
-    compared bit by bit with the converter's results.
+compared bit by bit with the converter's results.
 
-The file of a derived table is complete as soon as it exists. Writing it never replaces a file that must be kept.
+The file of a derived table is complete as soon as it exists. Writing a table never replaces a file that must be kept.
 
 **Traces of functions**: a Python converter is called with state dicts whose elements are numbered in two ways, in two
 runs. A value that is equal in both outputs is a constant; any other value identifies its source element.

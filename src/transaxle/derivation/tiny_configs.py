@@ -33,8 +33,8 @@ OWN, PLAIN, RATIO, DEEP, SMALL = "own", "plain", "ratio", "deep", "small"
 """The ways to choose the sizes of a variant; the function `tiny` documents them."""
 _FRACTIONS = {RATIO: 8, DEEP: 8, SMALL: 64}
 _LEAST = 4
-"""Minimum result of shrinking. A size that would become smaller stays unchanged, because axes of size 1 show
-nothing.
+"""Minimum size that shrinking may result in. A size that would become smaller stays unchanged, because axes of size 1
+show nothing.
 """
 _OF_STAGES = re.compile(r"(\w+_)?(hidden_sizes|embed_dims|channels|dims|widths)")
 """Pattern for config keys of lists that have one size per backbone stage."""

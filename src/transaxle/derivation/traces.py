@@ -1,9 +1,9 @@
 """Traces: a converter's input and output tensors, whose elements are numbers that show where each element was moved.
 
 A converter may also create tensors: zeros, ones, or positions 0, 1, 2 …. If the elements of the input were numbered 1,
-2, 3 …, these created values would look like copies of input elements. So during the conversion each element is a large,
-odd random number. In the trace, the random number is replaced by the element's position: 1 for the first element, 2 for
-the next element.
+2, 3 …, these created values would look like copies of input elements. To avoid this, each element is a large, odd
+random number during the conversion. In the trace, the random number is replaced by the element's position: 1 for the
+first element, 2 for the next element.
 
 **Numbered checkpoint**: a copy of a user's checkpoint with a distinct number in every element, which the user gives to
 a converter.

@@ -4,8 +4,8 @@ it.
 torch and transformers are imported only in this module, and only when a trace is made.
 
 The search for a tiny config handles sizes that do not fit together: it applies as many changes as the model accepts.
-The search starts with the model's valid config and applies all changes at once. If the model refuses them, each half is
-applied separately, and so on down to single keys.
+The search starts with the model's valid config and applies all changes at once. If the model refuses the changes, each
+half of them is applied separately, and so on down to single keys.
 
 The tensors of a folder are read by the safetensors library, independently of Transaxle's readers.
 """

@@ -6,7 +6,7 @@ block of elements that share one scale. Tiles cover the last dims of the stored 
 matrix has its own tiles.
 
 **Error**: the summed difference between the original values and the values that are read back after encoding or
-    rounding.
+rounding.
 
 **Plain dtypes**: the safetensors codes of the floating-point dtypes of unquantized tensors.
 """
@@ -35,8 +35,8 @@ class Role(StrEnum):
     GLOBAL = "global"
     """One scale number per tensor, by which values are multiplied or divided, depending on the naming convention."""
     INPUT_SCALE = "input_scale"
-    """One number per tensor for quantizing the layer's input activations. It does not affect the weight, but is moved
-    together with the weight.
+    """One number per tensor for quantizing the layer's input activations. The input scale does not affect the weight,
+    but is moved together with the weight.
     """
 
 
@@ -127,8 +127,8 @@ class Error(msgspec.Struct, frozen=True):
     max: float = 0.0
     """Largest absolute difference of two corresponding elements."""
     square_sum: float = 0.0
-    """Sum of the squared differences. Its last digits depend on the order of summation, which differs between the
-    implementations.
+    """Sum of the squared differences. The last digits of the sum depend on the order of summation, which differs
+    between the implementations.
     """
     count: int = 0
     """Number of compared elements."""

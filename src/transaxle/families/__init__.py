@@ -6,9 +6,9 @@ the family's name, never by tensor names alone.
 
 `generated/` is a flat folder of generated files:
 
-- `NAME.rules.gz`: a table with two dialects, derived by tracing another framework's models. It is selected by a
-  config's `model_type` or by the family's name. `make tables` derives these tables anew, and `transaxle info --family
-  NAME` prints one of them.
+- `NAME.rules.gz`: a table with two dialects, derived by tracing another framework's models. A traced table is selected
+  by a config's `model_type` or by the family's name. `make tables` derives these tables anew, and `transaxle info
+  --family NAME` prints one of them.
 - `NAME.json`: a family from a hand-written table, with everything that it inherits. Reading this file has the same
   result as parsing the table, but is quick: nothing is checked, and no inheritance is resolved.
 - `index.json`: for each family its file, the `model_type` values that select it, its dialects and axes, and the
@@ -88,7 +88,8 @@ class Families(Mapping[str, Family]):
     """Mapping from family name to family; each table of mapping rules is read when it is first used.
 
     Families of installed packages are used only for a name, a `model_type` or tensor names that match no shipped family
-    and no family of the user. The mapping contains the families of all these sources.
+    and no family of the user. The mapping contains shipped families, the user's families and those of installed
+    packages.
 
     Args:
         entries: index entries of the shipped families, by family name.

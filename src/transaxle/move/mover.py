@@ -3,10 +3,11 @@ ranks.
 
 A conversion moves files to files, a load moves files into the memory of ranks, a save moves the memory of ranks into
 files, and a reshard moves memory to memory. If one rank can both read and consume an item's bytes, this rank's own
-threads move the item. All other items are cut into item ranges, and the ranges are sent between ranks in batches of
-bounded memory (an exchange). Each range has source ranks, which read parts of the range, and target ranks, which
-receive the range. All ranks compute the same ranges, so the ranks agree on senders and receivers without communication.
-If several ranks have parts of one range (a weight sharded by columns), the target ranks assemble the range.
+threads move the item. Items for which no such rank exists are cut into item ranges, and the ranges are sent between
+ranks in batches of bounded memory (an exchange). Each range has source ranks, which read parts of the range, and target
+ranks, which receive the range. All ranks compute the same ranges, so the ranks agree on senders and receivers without
+communication. If several ranks have parts of one range (a weight sharded by columns), the target ranks assemble the
+range.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Movement:
         """Item key -> number of bytes that have not been delivered, for items that several workers share."""
 
     def run(self) -> int:
-        """Move all items. This is a collective operation: all ranks must call it.
+        """Move all items. `run` is a collective operation: all ranks must call it.
 
         Returns:
             Number of bytes that this rank received from other ranks.
@@ -120,8 +121,8 @@ class Movement:
         return Worker(self._source, self._limit, stop, new_steps(together=self._batches_steps))
 
     def move_exchanged(self) -> int:
-        """Move the items that need an exchange between ranks. All ranks must call it; result and errors are those of
-        `run`.
+        """Move the items that need an exchange between ranks. All ranks must call `move_exchanged`; result and errors
+        are those of `run`.
         """
         return self._exchange_ranges(DeferredErrors()) if self._exchanged else 0
 
@@ -317,8 +318,8 @@ def divide_by_rank(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[
     """Divide items into those that one rank can move alone, and those that need an exchange between ranks.
 
     Returns:
-        A mapping from rank to its queues of items, and the list of items for the exchange. All items of a queue are in
-        the same one of the two.
+        A mapping from rank to its queues of items, and the list of items for the exchange. All items of a queue are
+        either in the mapping or in the list.
     """
     queues: dict[Hashable, list[Item]] = {}
     for item in items:

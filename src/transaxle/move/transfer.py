@@ -177,8 +177,8 @@ class Memory(Readable, Protocol):
     """The memory of several ranks as one storage; each of its files is one rank's shard of a tensor."""
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
-        """Return bytes of this rank's memory without a copy. They may change at any time, so callers must read them
-        only once.
+        """Return bytes of this rank's memory without a copy. Lent bytes may change at any time, so callers must read
+        them only once.
         """
 
     def owner(self, name: str) -> int:
@@ -264,7 +264,7 @@ class Exchange(Protocol):
         """Global ranks of all processes, in an order that is the same on each rank."""
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
-        """Send parcels, all at once. This is a collective operation: all ranks must call it with equal parcels.
+        """Send parcels, all at once. `round` is a collective operation: all ranks must call it with equal parcels.
 
         Args:
             parcels: the parcels of this round; a parcel that a rank sends to itself is not sent through the network.

@@ -115,8 +115,9 @@ class Item(msgspec.Struct, frozen=True, eq=False, dict=True):
     def cuts(self) -> list[int]:
         """Byte offsets at which item ranges begin, and the end of the item."""
         offsets = {0, self.size}
-        # If the item has `source_ranks`, one rank reads the whole range, wherever transfers begin. Otherwise, long
-        # copies have ranges of their own, so that their bytes never share a range with bytes of a different rank.
+        # If the item has `source_ranks`, one rank reads the whole range, wherever transfers begin. If an item has no
+        # `source_ranks`, long copies have ranges of their own, so that their bytes never share a range with bytes of a
+        # different rank.
         for transfer in () if self.source_ranks else self.transfers:
             if is_long(transfer):
                 offsets |= {transfer.target, transfer.target_end}
@@ -154,7 +155,7 @@ class DisjointSets(Generic[Member]):
         return member
 
     def join(self, member: Member, other_member: Member) -> None:
-        """Merge the sets of two members into one set."""
+        """Merge the sets that contain two members into one set."""
         self._above[self.first(member)] = self.first(other_member)
 
 
@@ -330,8 +331,8 @@ class Worker:
     def add_item(self, item: Item, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
         """Add the steps that produce a byte range of an item, block by block.
 
-        Memory that the source lends is copied into the block, and is read only once. Other threads may write to this
-        memory, and the bytes that are hashed must be the bytes that are written to a file.
+        Memory that the source lends is copied into the block, and is read only once. Other threads may write to memory
+        that a source lends, and the bytes that are hashed must be the bytes that are written to a file.
 
         Yields:
             `(offset in the item, the block)`; steps that the caller then adds can read the bytes from the block.
@@ -431,7 +432,8 @@ def block_ends(transfers: Sequence[Transfer], size: int, capacity: int, length: 
     if length is not None:
         return _chunk_ends(0, size, min(length, capacity))
     # Long runs (contiguous ranges), and short runs that adjoin in the file, are read directly into the block; a small
-    # block fits in the cache. All other runs need a larger block, so that one strided read covers more runs.
+    # block fits in the cache. Short runs that do not adjoin need a larger block, so that one strided read covers more
+    # runs.
     plain = all(transfer.width >= _SMALLEST or transfer.is_dense for transfer in transfers)
     cached_bytes = min(BLOCK, capacity)
     max_bytes = cached_bytes if plain else capacity
@@ -488,8 +490,8 @@ def group_tasks(tasks: Iterable[tuple[Task, int]], *, batched: bool, fair: int) 
 
     Args:
         tasks: the tasks with their sizes, `(task, bytes)`.
-        batched: whether one call runs the steps of several tasks, which saves a call for each small task. Otherwise
-            each task is a separate group, so that many workers wait for remote machines at the same time.
+        batched: whether one call runs the steps of several tasks, which saves a call for each small task. If `batched`
+            is False, each task is a separate group, so that many workers wait for remote machines at the same time.
         fair: number of bytes that each worker moves if the tasks are divided evenly; groups are so small that each
             worker processes several.
     """
@@ -530,8 +532,8 @@ def run_workers(
             buffers = make(stop)
             while not stop.is_set():
                 with lock:
-                    # The threads share the iterator. It may be a generator, which two threads must not advance at the
-                    # same time.
+                    # The threads share the iterator. The iterator may be a generator, which two threads must not
+                    # advance at the same time.
                     item = next(queue, None)
                 if item is None:
                     return

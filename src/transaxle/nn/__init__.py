@@ -1,6 +1,4 @@
-"""Grouped linear layers and mixtures of experts: N experts' weights, in one tensor or in N tensors, multiplied in one
-call.
-"""
+"""Grouped linear layers and mixtures of experts, which multiply the weights of N experts in one call."""
 
 from transaxle.nn.checkpoint_layouts import accept_layouts, experts_as, load_state_dict, optimizer_state_as
 from transaxle.nn.grouped_linear import GroupedLinear

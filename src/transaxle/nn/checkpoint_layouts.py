@@ -130,8 +130,8 @@ def _refuse_codes(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-    """Convert experts into the layout `stacked`, as a load hook of torch. This is a named function, so that a module
-    with the hook can be pickled.
+    """Convert experts into the layout `stacked`, as a load hook of torch. The hook is a named function, so that a
+    module with the hook can be pickled.
     """
     names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     layout = recognise_layout(names)
@@ -146,8 +146,8 @@ def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 def accept_layouts(module: nn.Module) -> nn.Module:
     """Register a hook, so that a module with grouped layers `linear_fc1` and `linear_fc2` loads experts in any layout.
 
-    The hook is registered on `module`, because each layer receives only the state-dict names below its own. Returns the
-    module.
+    The hook is registered on `module`, because each layer receives only the state-dict names below its own. The
+    function returns the module.
 
     Args:
         module: module that contains the two layers; `linear_fc1` computes gate and up.
@@ -167,7 +167,7 @@ def load_state_dict(
     """Load a state dict into a module completely on every rank, or change nothing on any rank.
 
     Until `load_state_dict` returns, it needs memory for one more copy of this rank's shard of the module. If
-    torch.distributed is initialized, every rank of the group must call it.
+    torch.distributed is initialized, every rank of the group must call `load_state_dict`.
 
     Args:
         module: the module to load into; it may be divided or sharded over ranks.

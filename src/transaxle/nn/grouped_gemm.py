@@ -12,7 +12,7 @@ gradient of an expert without rows is not written (pytorch #172439).
 value), so each expert needs a separate product.
 
 **Delayed gradients of weights**: when these gradients are computed, FSDP2 has already sharded the parameters again. So
-this module reduces the gradients over the ranks.
+this module reduces delayed gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class QuantizedProducts:
     """For each expert, the index of this rank's first row among the expert's rows on all ranks."""
     frames: tuple[Frame, ...]
     """The objects that hold the parameters' codes: one for all experts, or one per expert. Backward uses the rounding
-    counters of these objects, even if hooks replace the weights.
+    counters of these code buffers, even if hooks replace the weights.
     """
     states: torch.Tensor | None = None
     """The experts' rounding states, int64 [experts, 2]; None except during backward."""
@@ -557,7 +557,7 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 
 
 def place_gradient(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | None) -> torch.Tensor:
-    """Return a gradient with its parameter's present placements. All ranks must call this if FSDP2 sharded the
+    """Return a gradient with its parameter's present placements. All ranks must call this function if FSDP2 sharded the
     parameter after the product.
 
     The result is the mean over the mesh dims by which FSDP2 has sharded the parameter since the product. Each rank

@@ -7,8 +7,8 @@ initialized, divided over ranks and loaded. `GroupedLinear` computes with these 
 
 **Initial values** of a rank's experts equal the values that they have in a whole layer with the same seed. A random
 generator yields its numbers in order, so the values of expert 3 follow those of experts 0 to 2. Every rank therefore
-draws the values of every expert, and keeps those of its own experts. Afterwards, all generators are in the same state
-as after initializing a whole layer, so later random numbers are the same too.
+draws the values of every expert, and keeps those of its own experts. After the weights are drawn, all generators are in
+the same state as after initializing a whole layer, so later random numbers are the same too.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ class GroupedParameters(QuantizedEntries):
 
         Each rank keeps the experts that `torch.chunk` assigns to it, possibly none. A single parameter becomes a
         DTensor, cut along the experts. If each expert has a parameter, only those of this rank's experts remain, with
-        unchanged names: `weight5` is the same expert on every rank. Afterwards, `m_splits` counts only the rows of this
-        rank's experts.
+        unchanged names: `weight5` is the same expert on every rank. After the experts are divided, `m_splits` counts
+        only the rows of this rank's experts.
 
         Args:
-            mesh: a mesh of one dim. Shard the layer on other mesh dims (as by `fully_shard`) only afterwards.
+            mesh: a mesh of one dim. Shard the layer on other mesh dims (as by `fully_shard`) only after it is divided.
 
         Raises:
             Refused: with the code UNSUPPORTED if the mesh has several dims, or parameters are already quantized or
@@ -408,8 +408,8 @@ class GroupedLinear(GroupedParameters):
         bias: whether the layers have biases.
         return_bias: whether to return the biases beside the output, without adding them.
         params_dtype: dtype of the parameters; None means torch's default.
-        device: device of the parameters. On `meta`, they have no values until `to_empty` and `reset_parameters` are
-            called, or until a checkpoint is loaded.
+        device: device of the parameters. On `meta`, parameters have no values until `to_empty` and `reset_parameters`
+            are called, or until a checkpoint is loaded.
         init_method: function that fills each weight [out, in] in place; None means a normal distribution with standard
             deviation 0.023.
         fuse_wgrad_accumulation: whether to add gradients of weights to the parameters' `main_grad`; if a parameter has
@@ -646,9 +646,9 @@ class GroupedLinear(GroupedParameters):
         """Compute the delayed gradients of weights and biases for the oldest backward whose gradients are still
         missing.
 
-        If the layer does not delay gradients, the method does nothing. Under FSDP2, every rank must call it after
-        backward: gradients become means over the ranks that share the parameters, with the parameters' dtype and
-        sharding.
+        If the layer does not delay gradients, the method does nothing. Under FSDP2, every rank must call `backward_dw`
+        after each backward. The gradients become means over the ranks that share the parameters, with the parameters'
+        dtype and sharding.
 
         Raises:
             Refused: with the code UNSUPPORTED if no backward is pending, if tensors of the pending backward were
@@ -772,7 +772,8 @@ def _usable(cached: torch.Tensor | None, dtype: torch.dtype) -> bool:
 
 
 def _is_autocast(inp: torch.Tensor) -> bool:
-    # torch.compile of torch 2.11 cannot query whether a device supports autocast. All devices except `meta` support it.
+    # torch.compile of torch 2.11 cannot query whether a device supports autocast. All devices except `meta` support
+    # autocast.
     return inp.dtype in CAST and not inp.is_meta and torch.is_autocast_enabled(inp.device.type)
 
 

@@ -1,7 +1,7 @@
 """Grouped tensors: the matrices of N experts as one tensor of three dims, in one buffer.
 
-The tensor is unquantized, a `QuantizedTensor`, or a DTensor of one of these two. The classes of these tensors shard,
-pickle, stack and move it. `GroupedTensor` provides it as N members (matrices).
+The grouped tensor is unquantized, a `QuantizedTensor`, or a DTensor of either kind. Its own class shards, pickles,
+stacks and moves the tensor. `GroupedTensor` provides the tensor as N members (matrices).
 
 `Splits` describes how the rows of an input are divided among experts, without copying numbers from a device to the
 host. Row counts on the host (a list, a CPU tensor) are checked. Row counts on a device are not checked, because the
@@ -27,7 +27,7 @@ from transaxle.torch_tensors import Device, read_device, read_optional_dtype, st
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """N matrices of equal shape in one buffer, seen as one tensor [N, rows, columns] or as N members."""
+    """N matrices of equal shape in one buffer, which are one tensor [N, rows, columns] and also N members."""
 
     data: torch.Tensor
     """The tensor [N, rows, columns]: unquantized, quantized, or a DTensor."""

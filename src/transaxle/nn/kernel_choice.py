@@ -43,8 +43,8 @@ class Kind:
     capabilities: tuple[tuple[int, int], ...]
     """Compute capabilities of the devices for which torch has a kernel."""
     builds: tuple[str, ...] = ()
-    """Words in `torch.__config__.show()`; if it contains any of them, torch has the kernel. Empty if every build has
-    it.
+    """Words in `torch.__config__.show()`; if it contains any of them, torch has the kernel. Empty if every build of
+    torch has the kernel.
     """
     chosen: bool = False
     """Whether codes are multiplied by default wherever possible; if False, they are multiplied only if the user forces
@@ -197,8 +197,8 @@ def path(
         features: number of output and of input features.
         capability: compute capability of the device; None means that torch is asked for it.
         forced: the way that the user forces; None means that this function chooses. MXFP8 codes are multiplied wherever
-            possible. Float8 codes with one scale are multiplied only if `scaled` is forced. For both, inputs and
-            gradients are rounded too.
+            possible. Float8 codes with one scale are multiplied only if `scaled` is forced. If codes are multiplied,
+            inputs and gradients are rounded too.
         quantizer: quantizer of the weights; None if the weights are not quantized.
         columnwise: whether the weights have columnwise codes.
         experts: number of experts.

@@ -4,8 +4,8 @@ Qwen3-MoE.
 The device sorts rows (tokens) by expert, and sorts them back; the host reads no numbers from the device.
 
 With expert parallelism, rows are sent to the ranks of their experts and back. Only the devices have the row counts, but
-the collective operation needs these counts on the host. This is the only place where the host waits for the device, and
-it waits only if experts are divided over ranks.
+the collective operation needs these counts on the host. Only in this module the host waits for the device, and only if
+experts are divided over ranks.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def across(
 class Experts(nn.Module):
     """Gated experts: `linear_fc1` computes the gate and up projections, `linear_fc2` computes the output.
 
-    This is a separate module, so that `fully_shard` can use a different mesh for experts than for other modules.
+    The experts are a separate module, so that `fully_shard` can use a different mesh for experts than for other
+    modules.
 
     Args:
         hidden_size: number of elements of a row.
@@ -236,8 +237,8 @@ class MoE(nn.Module):
             layer.
         single_grouped_weight: whether to create one parameter for all experts; otherwise, one per expert.
         ep: mesh of one dim whose ranks divide the experts as `torch.chunk` does; None means that each rank has all
-            experts. Tokens for experts of other ranks are sent there and back; the host waits for the row counts once
-            per forward.
+            experts. Tokens for experts of other ranks are sent to these ranks and back; the host waits for the row
+            counts once per forward.
         params_dtype: dtype of the parameters; None means torch's default.
         device: device of the parameters. On any device except `meta`, each rank temporarily has all experts of the
             layer in memory.
@@ -296,7 +297,9 @@ class MoE(nn.Module):
         return weights.to(scores.dtype), chosen
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [..., hidden]. With `ep`, every rank of the mesh must call this, with its own tokens or with none."""
+        """Return [..., hidden]. With `ep`, every rank of the mesh must call `forward`, with its own tokens or with
+        none.
+        """
         tokens = hidden.reshape(-1, self.hidden_size)
         weights, chosen = self.route(tokens)
         sorted_rows = order(chosen.flatten(), self.num_experts)

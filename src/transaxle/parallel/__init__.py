@@ -1,4 +1,4 @@
-"""Tensor parallelism for models whose family has a table of mapping rules with tensor names and cuttable axes."""
+"""Tensor parallelism: cuts a model over ranks, along the axes that the rules of its model family allow."""
 
 from transaxle.parallel.cutting import clip_grad_norm_
 from transaxle.parallel.tensor_parallel import tensor_parallel

@@ -310,8 +310,8 @@ def sums_outputs(module: nn.Module) -> bool:
     """Return whether ranks that compute the same outputs of a layer sum the outputs' gradients, and not the parameters'
     gradients.
 
-    They sum the outputs' gradients if these gradients are quantized before they are multiplied. Then the sum is
-    quantized, as on a single rank, and not the term of each rank.
+    Ranks sum the outputs' gradients if these gradients are quantized before they are multiplied. In this case the sum
+    of the gradients is quantized, as on a single rank, and not the term of each rank.
     """
     cut, weight = cuts_of(module).get(WEIGHT), module._parameters.get(WEIGHT)
     if cut is None or weight is None or not cut.shared:

@@ -8,12 +8,12 @@ which is a DTensor if a DTensor can describe how it is cut.
 ordinary tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such an ordinary tensor as
 if it were the whole parameter, so that only one rank's shard would be saved. Optimizer moments of a shard are ordinary
 tensors too, and nothing marks them as shards. But torch's `get_optimizer_state_dict` calls a function of the modules to
-get parameter names; this call is refused.
+get parameter names; the modules refuse this call.
 
 **Proven model types.** The table of a family lists which axes may be cut, but not how a model computes between its
 layers. Statistics over a cut axis, or heads that work in pairs, make a cut model compute wrong results without an
-error. So tests try each model type of transformers. The package lists the types whose logits and gradients are the same
-when they are cut.
+error. So tests compare each model type of transformers, cut and whole. The package lists the types whose logits and
+gradients are the same when they are cut.
 
 **Dropout** of activations that are equal on all ranks must drop the same elements on each rank. Every rank has its own
 random generator, and attention dropout on uneven heads makes generators diverge even after equal seeds. Ranks that
@@ -490,17 +490,18 @@ def tensor_parallel(
     be cut.
 
     Args:
-        model: a model of a family that has a table of mapping rules. It must not be sharded yet, except that experts
-            may be divided over a different mesh. Codes and scales of a quantized model are cut without quantizing
-            again.
+        model: a model of a family that has a table of mapping rules. The model must not be sharded yet, except that
+            experts may be divided over a different mesh. Codes and scales of a quantized model are cut without
+            quantizing again.
         mesh: a mesh of one dim with the tensor-parallel ranks.
         plan: `auto`, or a mapping of module paths (`*` matches one segment of a path) to kinds of cut. A kind is
             `column`, `row`, `vocabulary`, `hidden` or `replicate`, or a pair of a kind and the rows of each rank.
             Modules without an entry are cut as `auto` cuts them.
-        dtensor: whether parameters become DTensors on the mesh, if a DTensor can describe the cut. The remaining
-            parameters are ordinary tensors with this rank's shard, which `model.state_dict()` describes. If False, all
-            parameters are ordinary tensors, in state dicts too, as DeepSpeed's engine requires. Then only `tx.save` and
-            `tx.load` can handle the model, and `torch.distributed.checkpoint` is refused.
+        dtensor: whether parameters become DTensors on the mesh, if a DTensor can describe the cut. Parameters that no
+            DTensor can describe are ordinary tensors with this rank's shard, which `model.state_dict()` describes. If
+            False, all parameters are ordinary tensors, in state dicts too, as DeepSpeed's engine requires. A model of
+            ordinary tensors can be handled only by `tx.save` and `tx.load`, and `torch.distributed.checkpoint` is
+            refused.
 
     Returns:
         The cut model.

@@ -5,8 +5,8 @@ be cut in which dims. The user's rules only choose among these cuts. Modules bet
 flow (q, k, v and o of one layer) form a group: either all modules of the group are cut alike, or none is cut.
 
 An index of an axis is never split: one index of `g` is a group of query heads with the key and value head that they
-share. If there are more ranks than such groups of heads, several ranks share a group. Each of these ranks has some of
-the group's query heads, and all of them have the key and value head.
+share. If there are more ranks than such groups of heads, several ranks share a group. Each rank that shares a group of
+heads has some of the group's query heads, and its key and value head.
 """
 
 from __future__ import annotations

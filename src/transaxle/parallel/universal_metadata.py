@@ -2,7 +2,7 @@
 model.
 
 DeepSpeed's engine writes the collection into model and optimizer files, and restores universal checkpoints with the
-records. The reference documents both on the page Universal-checkpoint metadata.
+records. The reference documents collection and records on the page Universal-checkpoint metadata.
 
 The metadata contains the two forms that DeepSpeed 0.19.8 writes: the affine map, and lists of patterns for older
 readers. Unlike in DeepSpeed, nothing is inferred from names: the caller lists the parameters with padded vocabularies.

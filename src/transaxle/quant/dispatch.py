@@ -4,14 +4,15 @@
 result is quantized), *dequantizes* (the operation is applied to the values; the result is a plain tensor) or *raises*
 an error. For an operation that is not in the table, its schema determines the class. An operation that writes into a
 quantized tensor, or returns a view of one, raises, because the written values would be lost. Any other operation
-dequantizes.
+outside of the table is applied to the dequantized values.
 
 **Collectives** send codes as bytes, together with the scales that are cut like the codes.
 
 **The linear layer**, forward and backward. If the device multiplies float8 (`scaled_mm`, from compute capability 8.9
 on) and the weight has one scale, inputs and gradients are quantized too, by current scaling, and all three products are
-float8 products with float32 sums. Otherwise the weight is dequantized and multiplied in the input's dtype. With the
-recipe `NVFP4BlockScaling`, all operands of all three products are quantized, on every device.
+float8 products with float32 sums. If the device cannot multiply float8, or the weight has several scales, the weight is
+dequantized and multiplied in the input's dtype. With the recipe `NVFP4BlockScaling`, all operands of all three products
+are quantized, on every device.
 
 **Torch functions** above these operations are overridden only if they access a tensor's storage, which is empty in
 quantized tensors, or if they are not implemented by operations.
@@ -340,12 +341,12 @@ def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: bool | None) -> QuantizedTensor:
-    """Return a quantized tensor of zeros. A shape of three dims creates a stack of matrices. Otherwise the last dim is
-    the row, and an empty shape means one element.
+    """Return a quantized tensor of zeros. A shape of three dims creates a stack of matrices. In a shape of fewer dims,
+    the last dim is the row; an empty shape means one element.
 
     If the new tensor has rows of the same length as the given tensor, and at most as many, the new tensor may become a
-    part of the same matrix. So it gets the given tensor's position and shared buffers, because FSDP2 copies nothing
-    into a rank that it leaves without rows.
+    part of the same matrix. So the new tensor gets the given tensor's position and shared buffers, because FSDP2 copies
+    nothing into a rank that it leaves without rows.
     """
     shape = tuple(size) if len(size) == _STACK else (prod(size[:-1]), size[-1]) if size else (1, 1)
     target = tensor.device if device is None else torch.device(device)

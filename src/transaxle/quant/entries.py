@@ -321,7 +321,8 @@ def code_name(name: str) -> str | None:
 
 @torch.no_grad()
 def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
-    """Quantize this rank's rows of a matrix into a parameter, replacing its codes and scales. All ranks must call this.
+    """Quantize this rank's rows of a matrix into a parameter, replacing its codes and scales. All ranks must call this
+    function.
 
     Args:
         parameter: a QuantizedTensor, or a DTensor of one.
@@ -340,7 +341,7 @@ def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
 def reset_scaling_state(parameter: torch.Tensor) -> None:
     """Clear a scaling state that a loaded checkpoint lacks; the next values are then scaled by their own amax.
 
-    After this, stochastic rounding restarts from its first call, with the same key.
+    After the reset, stochastic rounding restarts from its first call, with the same key.
     """
     for name, buffer in _local(parameter).state.items():
         if name == ROUNDING:
@@ -416,7 +417,8 @@ def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> l
 def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
     """Return name suffix -> local shape of each entry, for a weight whose tensor-parallel cut no DTensor can describe.
 
-    A loaded entry with this local shape is not cut again. For all other weights the result is empty.
+    A loaded entry with this local shape is not cut again. For weights whose cut a DTensor describes, the result is
+    empty.
     """
     inner = _local(weight)
     if inner.frame.share is None or (isinstance(weight, DTensor) and cut_along(weight) is not None):

@@ -10,13 +10,13 @@ A stack of matrices, [E, M, K], is a frame whose rows are the matrices. Each mat
 are cut and none is shared.
 
 **Stochastic rounding.** A weight has a rounding state: a key, and the number of times that gradients were rounded for
-the weight. The state is a buffer of the weight, int64 [2] (in a stack [E, 2]). It is saved, cut and loaded with the
-codes, so a run that resumes draws the same numbers as a run that was not interrupted. The key is a hash of the recipe's
-seed, the weight's name and, for experts, the expert's global number. The key does not depend on how experts are packed,
-nor on their ranks.
+the weight. The state is a buffer of the weight, int64 [2] (in a stack [E, 2]). The rounding state is saved, cut and
+loaded with the codes, so a run that resumes draws the same numbers as a run that was not interrupted. The key is a hash
+of the recipe's seed, the weight's name and, for experts, the expert's global number. The key does not depend on how
+experts are packed, nor on their ranks.
 
-FSDP2 gathers a copy of a stack's states. The copy refers to the buffers from which it was made (`Frame.echoes`) and
-increments their counters too.
+FSDP2 gathers a copy of a stack's states. The copy of the states refers to the buffers from which it was made
+(`Frame.echoes`) and increments their counters too.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Frame:
     of: Frame | None = field(default=None, kw_only=True)
     """The stack's frame, if this frame is a view of one matrix of the stack."""
     share: Share | None = field(default=None, kw_only=True)
-    """The tensor-parallel part of a matrix to which this frame belongs; None without tensor parallelism. In all other
-    fields and methods, "whole matrix" then means that part.
+    """The tensor-parallel part of a matrix to which this frame belongs; None without tensor parallelism. With tensor
+    parallelism, "whole matrix" means the tensor-parallel part in all other fields and methods.
     """
     identity: tuple[str, int] = field(default=("", 0), kw_only=True)
     """The weight's name and the number of its first expert, from which the keys of stochastic rounding are computed."""

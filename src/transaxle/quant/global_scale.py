@@ -1,9 +1,10 @@
 """Quantizes a rank's rows to exactly the codes that they have in the whole matrix: each amax is reduced over all ranks.
 
 An *amax* is a largest absolute value, from which a scale is computed. If tiles span several ranks, the amaxes of all
-tiles are reduced over these ranks as integers, which preserves NaN. A rank may then have only some rows of a tile. In
-place of the missing rows, the rank inserts one row that contains the tile's amax, quantizes, and removes the row again.
-So only the kernels implement the rounding rule, and the codes equal those of the matrix quantized as a whole.
+tiles are reduced over these ranks as integers, which preserves NaN. If a tile spans several ranks, a rank has only some
+rows of the tile. In place of the missing rows, the rank inserts one row that contains the tile's amax, quantizes, and
+removes the row again. So only the kernels implement the rounding rule, and the codes equal those of the matrix
+quantized as a whole.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class MasterWeights(Optimizer):
     """A torch optimizer that updates high-precision masters of quantized parameters, and unquantized parameters
     directly.
 
-    Create this optimizer after `fully_shard`. Also load the model first, unless model and optimizer are loaded together
-    (`transaxle.load(model, src, optimizer=masters)`). At the end of each step, the masters are quantized into the
-    parameters. Amaxes (largest absolute values) are reduced over the ranks that share a matrix, so the codes do not
-    depend on how the matrix is cut.
+    Create this optimizer after `fully_shard`. Also load the model before creating this optimizer, unless model and
+    optimizer are loaded together (`transaxle.load(model, src, optimizer=masters)`). At the end of each step, the
+    masters are quantized into the parameters. Amaxes (largest absolute values) are reduced over the ranks that share a
+    matrix, so the codes do not depend on how the matrix is cut.
 
     Args:
         parameters: parameters or parameter groups of the model, as torch's optimizers accept them.
@@ -168,9 +168,10 @@ class MasterWeights(Optimizer):
     def restart(self, values: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
         """Reset the masters after new codes were written into the parameters.
 
-        values: parameter -> the values, on this rank, from which the parameter's codes were computed, or None to
-            restart from the dequantized codes. Masters of parameters without an entry are kept. If `values` is None,
-            all masters restart from codes.
+        Args:
+            values: parameter -> the values, on this rank, from which the parameter's codes were computed, or None to
+                restart from the dequantized codes. Masters of parameters without an entry are kept. If `values` is
+                None, all masters restart from codes.
         """
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
@@ -271,8 +272,8 @@ def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         inner = _local_rows(parameter)
         if inner is not None:
             values = raw_local(master)
-            # The values are first rounded to the weights' dtype, as if they were stored in it. So the codes determine
-            # the weights completely.
+            # The values are first rounded to the weights' dtype, as if they were stored in it. With this rounding, the
+            # codes determine the weights completely.
             inner.quantize_(values.to(inner.dtype), group=group_of(parameter))
 
 

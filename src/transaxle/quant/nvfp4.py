@@ -11,14 +11,14 @@ A linear layer computes three products:
 **Batches.** Outside of `batch_over`, a rank numbers its rows from 0 and scales by its own amax (largest absolute
 value). Inside `batch_over`, the ranks of a group number their rows consecutively and share amaxes, so that codes equal
 those of a single rank with all rows. If several ranks have the same columns of an output, each gets the full gradient
-of these columns. But only one of these ranks uses the columns for the gradient of the input, which is summed over the
-ranks (`count_columns`).
+of these columns. But only one of the ranks with the same columns uses them for the gradient of the input, which is
+summed over the ranks (`count_columns`).
 
 **The random Hadamard transform.** Both operands of a weight gradient are multiplied along the summed dim, 16 elements
 at a time, by an orthogonal matrix. Exact products stay the same, and outliers are spread over 16 elements before they
 are quantized. The signs are the sixteen signs that TransformerEngine drew once (`pytorch/tensor/nvfp4_tensor.py`,
-`get_wgrad_sign_vector`). They are the same for every tensor, step and rank, because the two operands must have equal
-signs.
+`get_wgrad_sign_vector`). The signs are the same for every tensor, step and rank, because the two operands must have
+equal signs.
 
 **Stochastic rounding to E2M1** rounds up with the probability with which the result equals the value on average. Scales
 are those of rounding to nearest (`transaxle.encodings.arithmetic.scaling`); only the codes differ. A value between two
@@ -70,8 +70,8 @@ class Batch:
     """Columns of the output that this rank uses for the input gradient; None means all columns that it has."""
 
     def first_rows(self, counts: Sequence[int], device: torch.device) -> list[int]:
-        """Return, for each expert, the index of this rank's first row in the whole batch. All ranks must call this
-        method.
+        """Return, for each expert, the index of this rank's first row in the whole batch. All ranks of the batch must
+        call this method.
 
         Args:
             counts: number of rows of each expert on this rank; without experts, one number for the whole input.

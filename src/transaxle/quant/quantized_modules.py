@@ -86,8 +86,8 @@ _NUMBERED = re.compile(r"(.*\D)(0|[1-9][0-9]*)")
 """Pattern for the name of a parameter of one expert; it separates the expert's number from the text before it."""
 _STACK = 3
 _TRANSPOSED = "is_transposed"
-"""Attribute that transformers sets on modules with experts of shape [E, in, out], as in gpt-oss. Such experts are not
-quantized, because tiles would run across rows.
+"""Attribute that transformers sets on modules with experts of shape [E, in, out], as in gpt-oss. Experts of shape [E,
+in, out] are not quantized, because tiles would run across rows.
 """
 
 

@@ -6,9 +6,10 @@ are in a `Frame`, which several views share. `transaxle.quant.dispatch` defines 
 
 **Columnwise codes** are stored in the same order as rowwise codes, so a cut between two rows cuts both kinds, but their
 tiles run down the columns. A kernel reads columnwise codes as rows of the transposed matrix. TransformerEngine stores
-nvfp4 in that form: packed along the columns, with transposed scales. `transpose_frame` returns these bytes. If square
-tiles share a scale (nvfp4 weights), an element has the same code and scale in both directions, and columnwise codes are
-copied from the rowwise codes. Otherwise rowwise and columnwise codes are rounded separately, which requires the values.
+nvfp4 in that form: packed along the columns, with transposed scales. `transpose_frame` returns the bytes in
+TransformerEngine's form. If square tiles share a scale (nvfp4 weights), an element has the same code and scale in both
+directions, and columnwise codes are copied from the rowwise codes. If tiles are not square, rowwise and columnwise
+codes are rounded separately, which requires the values.
 
 **FSDP2** gathers quantized parameters as bytes: codes, and scales that are cut with them. Scales of tiles of several
 rows are already on every rank, and are not sent. Ranks with fewer rows than the first rank send padding, which is
@@ -306,8 +307,8 @@ class QuantizedTensor(torch.Tensor):
     """A tensor stored as codes and scales: a matrix [M, K], some of its rows, or a stack [E, M, K] of matrices.
 
     Each matrix of a stack has separate scales. A quantizer or `from_components` creates the tensor. Views of rows, and
-    of matrices of a stack, share its codes and scales. Most operations use the dequantized values and return plain
-    tensors.
+    of matrices of a stack, share the codes and scales of the tensor. Most operations use the dequantized values and
+    return plain tensors.
     """
 
     frame: Frame

@@ -2,9 +2,9 @@
 matrix.
 
 A **share** is a part that tensor parallelism has cut along rows or columns. Cuts are between tiles, so each share can
-be quantized like a separate matrix. The exceptions are buffers that exist once for the whole matrix: a scale, an amax,
-a history. These buffers are computed over all ranks and are equal on each rank. All other buffers are parts of the
-whole matrix's buffers. FSDP2 may cut a share again, between any two rows.
+be quantized like a separate matrix. Exceptions are the buffers that exist once for the whole matrix: a scale, an amax,
+a history. Buffers of the whole matrix are computed over all ranks and are equal on each rank. The remaining buffers of
+a share are parts of the whole matrix's buffers. FSDP2 may cut a share again, between any two rows.
 
 A **band** is a range of columns of a matrix, or of rows or columns of every matrix of a stack. FSDP2 creates bands if
 the user lets it cut a dim other than the first (`Shard(1)`). Cuts are between tiles, so each band is quantized like a

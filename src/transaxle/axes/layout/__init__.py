@@ -1,3 +1,1 @@
-"""Applies a model family's tables of tensor names to a concrete model: computes axis sizes and the layouts of stored
-tensors.
-"""
+"""Applies a family's mapping rules for tensor names to a concrete model: computes axis sizes and tensor layouts."""

@@ -5,11 +5,11 @@ matches one mapping rule with certain indices (of layer, expert), or is ignored,
 whole names. One prefix (such as `module.` or `language_model.`) is stripped from all names of a checkpoint.
 
 If two mapping rules match the same name, the conditions of these rules decide. A condition depends on the encoding of
-the stored tensor, on the config, or on the presence of other tensors. If both rules remain possible, the name is
-refused.
+the stored tensor, on the config, or on the presence of other tensors. If the conditions of both rules may be true, the
+name is refused.
 
 The optimizer states of a parameter, named `optim/<parameter>/<state>`, have the mapping rule of the parameter; each
-state is called a *slot*. Optimizer states may be named in another dialect than the weights.
+state is called a *slot*. The dialect of optimizer states may differ from the dialect of the weights.
 """
 
 from __future__ import annotations
@@ -293,10 +293,10 @@ def with_kept(bound: BoundNames, target: Dialect, sizes: Sizes, stored: Mapping[
     """Match names that are unknown in the checkpoint's own dialect with further dialects of the family.
 
     The dialects are tried in this order: the target dialect, the family's first dialect (the hub's), and that of
-    transformers in memory. Such names come from earlier conversions, which kept the old names of tensors that the
-    target dialect has no name for. A logical tensor that the checkpoint already has is not matched again. So a tensor
-    that only the dialect `hf` describes survives conversions through other dialects, and conditions that depend on the
-    tensor are true again.
+    transformers in memory. Names of a second dialect come from earlier conversions, which kept the old name of each
+    tensor that their target dialect could not name. A logical tensor that the checkpoint already has is not matched
+    again. So a tensor that only the dialect `hf` describes survives conversions through other dialects, and conditions
+    that depend on the tensor are true again.
 
     Args:
         bound: the stored names, matched with their own dialect.

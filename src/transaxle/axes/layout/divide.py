@@ -275,8 +275,8 @@ def _of_spans(node: Node, cut: Cuttable, sizes: Mapping[str, int], spans: Sequen
 
 
 def _has_padding(node: Node, axes: Sequence[str] = ()) -> bool:
-    """Return whether a dim has padding. Padding that has all of `axes` is not counted, because it is cut like a
-    component.
+    """Return whether a dim has padding. Padding that has all of `axes` is not counted, because such padding is cut like
+    a component.
     """
     segments = (segment for inner in walk(node) if isinstance(inner, Sum) for segment in inner.segments)
     return any(name == PADDING and not (axes and axes_in(part).issuperset(axes)) for name, part in segments)
@@ -326,7 +326,8 @@ def _whole(
         unsized = unknown(node, sizes)
         if not unsized:
             shape.append(size(node, sizes))
-        # The size of an axis is unknown. But no `cut` statement affects this dim, so every shard has the whole dim.
+        # The size of an axis in the dim is unknown. But if no `cut` statement affects a dim, every shard has the whole
+        # dim.
         elif movable.isdisjoint(axes_in(node)) and len({shard[dim] for shard in shards}) == 1:
             shape.append(shards[0][dim])
         else:
@@ -410,7 +411,7 @@ def _leads(node: Node, axes: Sequence[str]) -> bool:
 def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
     """Return the positions of the whole dim that one rank has, in the rank's local order.
 
-    The rank's local dim has the same expression as the whole dim, but a smaller last axis. Local indices along this
+    The rank's local dim has the same expression as the whole dim, but a smaller last axis. Local indices along the last
     axis count from the rank's first index.
     """
     shape = tuple(sizes[axis] for axis in axes)

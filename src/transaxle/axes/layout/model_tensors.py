@@ -1,8 +1,8 @@
 """Derives the tensors that a model has in a dialect from the model's config alone, and treats layers of one kind as
 one.
 
-Experts are never enumerated one by one. They stay one axis, even in dialects whose tensor names contain the expert's
-number.
+Experts are never enumerated one by one. The experts stay one axis, even in dialects whose tensor names contain the
+expert's number.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Model:
         absent.
 
         The condition of a tensor may depend on the presence of other tensors, even in a circle. Tensors whose
-        conditions refer only to one another count as absent. This rule excludes multi-token-prediction layers, which
-        trainers and inference engines keep separately.
+        conditions refer only to one another count as absent. The rule for such circles excludes multi-token-prediction
+        layers, which trainers and inference engines keep separately.
 
         Raises:
             UsageError: with the code UNKNOWN_AXIS if the config does not show the number of layers.
@@ -233,7 +233,7 @@ class Model:
 
     def _is_stored(self, line: Line, index: Mapping[str, int]) -> bool | None:
         """Return whether a mapping rule stores a tensor for a layer: the rule's logical tensors exist, and the rule's
-        condition is true. None means that the config does not determine it.
+        condition is true. None means that the config does not determine whether the rule stores the tensor.
         """
         for component in line.expression.components:
             layers = self.present.get(component, frozenset())

@@ -8,14 +8,15 @@ logical tensors connect the two dialects (frameworks' names and layouts).
 **Sizes**: this module finds which axis sizes a conversion needs, and which sizes the stored shapes imply.
 
 - Unification: axes that no layout of a conversion separates are treated as one axis. If `g r c` are adjacent, in this
-  order, in every mapping rule with a certain tensor, the three axes move together. Their product is one axis, whose
-  size the stored shape shows. So a conversion needs only the sizes of axes that it separates.
+  order, in every mapping rule with a certain tensor, the three axes move together. The product of such adjacent axes is
+  one axis, whose size the stored shape shows. So a conversion needs only the sizes of axes that it separates.
 - `solve` computes sizes that are not in the config from the shapes of all tensors of a mapping rule: each stored dim is
-  one equation, linear in each axis. `fill` does the same for one stored tensor after unification, and checks the
+  one equation, linear in each axis. `fill` computes the sizes for one stored tensor after unification, and checks the
   tensor's shape against its mapping rule.
 - Inseparable sums: logical tensors that a conversion never separates move together, and their single sizes are not
   needed. If source and target have the same `[(g [q:(r c) | k:c | v:c]) d]`, it does not matter where q ends and k
-  begins. In both source and target, the first tensor of the sum is then treated as if it had all positions of the dim.
+  begins. In the layouts of source and target, the first tensor of the sum is treated as if it had all positions of the
+  dim.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) ->
         for (name, axis), followers in nexts.items()
         if followers[0] is not None and len(set(followers)) == 1 and len(followers) == uses[name]
     }
-    # A run of axes outside a sum belongs to several logical tensors. Its axes stay joined only if they are joined in
-    # all of these tensors.
+    # A run of axes outside a sum belongs to several logical tensors. The axes of the run stay joined only if they are
+    # joined in all logical tensors to which the run belongs.
     while True:
         broken = {
             (name, axis, after)
@@ -256,7 +257,9 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
 
 
 NOTHING = "[]"
-"""Axis of size 0. In a fused dim that a conversion never separates, all logical tensors but the first get this axis."""
+"""Axis of size 0. In a fused dim that a conversion never separates, all logical tensors but the first get the axis of
+size 0.
+"""
 
 
 def inseparable(

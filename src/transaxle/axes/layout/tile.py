@@ -2,8 +2,9 @@
 
 A *tile* is a region of a stored tensor whose elements share one scale, such as 128 x 128 elements, 1 x 32 elements, or
 the whole tensor. Tiles cover stored dims, not axes, so the sizes decide whether a change of layout keeps tiles whole.
-Every target tile must lie within one source tile, in any order of elements, and gets the scale of that source tile.
-Otherwise codes in one target tile would need different scales, and the conversion is refused.
+Every target tile must lie within one source tile, in any order of elements, and gets the scale of that source tile. If
+a target tile contained codes of several source tiles, these codes would need different scales, so the conversion is
+refused.
 
 The result describes how the scales are moved: as box copies, which are executed like the box copies of the codes.
 
@@ -219,7 +220,8 @@ def _shares_of_tiles(first: _ComponentTiles, second: _ComponentTiles, alike: boo
             over, first_shared.tiles(number, over)[0], second_shared.tiles(number, over)[0]
         )
     partial_dims = [d for d, (tiles, _, _) in enumerate(shared) if len(tiles) < len(second.dims[d].touched)]
-    # Logical tensors lie one after the other along one dim. Along the other dims they have the same tiles.
+    # Logical tensors lie one after the other along one dim. Along the remaining dims, logical tensors have the same
+    # tiles.
     if len(partial_dims) <= 1:
         d = partial_dims[0] if partial_dims else 0
         second.dims[d] = second.dims[d].at(np.setdiff1d(np.arange(len(second.dims[d].touched)), shared[d][2]))

@@ -136,8 +136,8 @@ def round_to(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     if dtype.kind == "f":  # one of numpy's own floating-point dtypes; bfloat16 is not
         return values.astype(dtype)
     # For bfloat16, values are rounded twice: to float32, then to bfloat16. If the first rounding is inexact, it sets
-    # the last bit (rounding to odd). Without this bit, the first rounding could create a tie that the second rounding
-    # resolves wrongly.
+    # the last bit (rounding to odd). Without the last bit set, the first rounding could create a tie that the second
+    # rounding resolves wrongly.
     with np.errstate(all="ignore"):
         near = values.astype(np.float32)
     bits = near.view(np.uint32)

@@ -440,8 +440,8 @@ class Family(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Cuts of axes that may be divided among expert-parallel ranks, and cuts that apply to a single dialect."""
     within: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Outer axis -> inner axis, for `cut tp = INNER within OUTER`. If there are more ranks than indices of the outer
-    axis (key-value heads), ranks with the same outer index divide the inner axis (query heads) among them. Each of
-    these ranks has a full copy of tensors that have only the outer axis.
+    axis (key-value heads), ranks with the same outer index divide the inner axis (query heads) among them. Ranks with
+    the same outer index each have a full copy of tensors that have only the outer axis.
     """
     let_formulas: Mapping[str, Formula] = msgspec.field(default_factory=dict)
     """Name -> named formula (`let`)."""
@@ -521,7 +521,7 @@ class Sizes(msgspec.Struct, frozen=True, dict=True):
     """Axis sizes of one checkpoint, from its config or from the user.
 
     In a formula, an axis that occurs in stored names means the index of the tensor in question; without a tensor the
-    index is unknown. Any other axis means the axis size.
+    index is unknown. An axis that occurs in no stored name means the axis size.
     """
 
     family: Family

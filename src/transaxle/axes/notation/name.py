@@ -7,9 +7,9 @@
     mtp_layers.{l-L}.eh_proj.weight                        the reverse: number l - L, for l from L on
     decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first expert of a rank of axis ep
 
-A hole matches a decimal number without sign or leading zeros, of at most ten digits. All other text must match exactly,
-and a pattern must match the whole name. `skeleton` maps names that differ only in digits to the same key, so finding
-the pattern for a name takes constant time.
+A hole matches a decimal number without sign or leading zeros, of at most ten digits. The text outside of holes must
+match exactly, and a pattern must match the whole name. `skeleton` maps names that differ only in digits to the same
+key, so finding the pattern for a name takes constant time.
 """
 
 from __future__ import annotations

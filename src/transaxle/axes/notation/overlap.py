@@ -2,7 +2,8 @@
 tensor.
 
 Two name patterns overlap if the texts between their numbers are equal, and each number can have a value that both
-patterns allow. Two mapping rules may match the same name if their conditions (`when …`) can never be true together.
+patterns allow. Two mapping rules are allowed to match the same name if their conditions (`when …`) can never be true
+together.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def _common(
     ]
     for digits in islice(product(*shared), _NAMES):
         name = texts[0] + "".join(f"{number}{text}" for number, text in zip(digits, texts[1:], strict=True))
-        # Both mapping rules match this name. That is a fault only if both conditions can be true for the indices in the
-        # name.
+        # Both mapping rules match this name. Two rules that match one name are a fault only if both conditions can be
+        # true for the indices in the name.
         if may_all_hold([(line.when, _index(line, name)) for line in (first, second)]):
             return name
     return None

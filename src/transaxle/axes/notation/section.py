@@ -1,4 +1,4 @@
-"""Dialects as text. Each has a head line, and below it statements that replace or extend inherited statements.
+"""Dialects as text. A dialect has a head line, followed by statements that replace or extend inherited statements.
 
 dialect hf                                       # in a family that inherits: extends the inherited dialect hf
 dialect joined like hf                           # has every mapping rule of hf, except for tensors named below

@@ -1,7 +1,8 @@
 """Statements: the lines of a rules file, which describes model families and dialects, with file name and line number.
 
 If a family inherits from another family, its own statements and the inherited statements are first combined in one
-table without `like`, and only the combined table is parsed. So a table means exactly what its combined form means.
+table without `like`, and only the combined table is parsed. So a table that inherits means exactly what its combined
+form means.
 """
 
 from __future__ import annotations

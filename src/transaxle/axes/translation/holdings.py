@@ -3,8 +3,9 @@
 Everything that depends on stored shapes is computed here, once per stored tensor. The result is a `Holdings` object.
 
 The layers and experts of one mapping rule are usually alike: every combination of their numbers exists, and all tensors
-have one shape, dtype and encoding. Then everything follows from the numbers, and a tensor is visited only if a target
-needs it. So a rank of a model with 70,000 tensors plans its own shards without visiting the tensors of other ranks.
+have one shape, dtype and encoding. For similar tensors everything follows from the numbers, and a tensor is visited
+only if a target needs it. So a rank of a model with 70,000 tensors plans its own shards without visiting the tensors of
+other ranks.
 
 If a checkpoint contains a tensor several times, the first one is read, and the duplicates must equal it before output
 is committed. Equal names prove nothing: ties, replicas, and steps that are merged are compared bit by bit while the
@@ -272,7 +273,8 @@ class LineSources(msgspec.Struct, frozen=True, eq=False, dict=True):
     def count(self, index: Mapping[str, int]) -> int:
         """Return how many stored tensors have these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
-        # This is called for every target tensor; without a cache, the cost would be quadratic in the number of experts.
+        # `count` is called for every target tensor; without a cache, the cost would be quadratic in the number of
+        # experts.
         counts = self._counts.get(common)
         if counts is None:
             order = [self.axes.index(axis) for axis in common]
@@ -526,7 +528,8 @@ class Holdings:
         varying = [places.get(axis) for axis in self._varying]
         for position, name in names.items():
             shape = self.stored[name].shape
-            # Equal keys have equal layouts. Models have few shapes, so each is solved once and not once per layer.
+            # Tensors with equal keys have equal layouts. Models have few shapes, so each is solved once and not once
+            # per layer.
             key = id(line), scalar, shape, tuple([None if place is None else position[place] for place in varying])
             if key not in self._filled:
                 index = dict(zip(line.name.axes, position, strict=True))

@@ -3,8 +3,8 @@ tensor.
 
 Each mapping rule of the target dialect requires certain logical tensors. `Gathering` finds the stored tensors that
 contain these logical tensors, by the indices (layer, expert) in the target's name. Stored tensors without a mapping
-rule in the target dialect keep their names. Only names and shapes are read. Errors are collected, not raised one by
-one.
+rule in the target dialect keep their names. The translation reads only names and shapes. Errors are collected, not
+raised one by one.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Gathering:
         for line_sources in line_sources_list:
             for key, place in self._with_target_index(line_sources, line):
                 entry = gathered.get(key) or gathered.setdefault(key, ComponentSources(line_sources, {}))
-                # Mapping rules complete each other only if they number the same axes in names. Otherwise a stack could
-                # overlap with single tensors.
+                # Mapping rules complete each other only if they number the same axes in names. If the axes differed, a
+                # stack of tensors could overlap with single tensors.
                 if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
                     self._agree(entry, place)
                     entry.places.setdefault(frozenset(place.origin.index.items()), place)
@@ -137,8 +137,8 @@ class Gathering:
 
     def _agree(self, entry: ComponentSources, place: SourceTensor) -> None:
         """Refuse a target tensor if its sources show different sizes for the same axis."""
-        # The same dict object means the same mapping rule and shape, so nothing has to be compared. This is usual for
-        # all experts but the first.
+        # The same dict object means the same mapping rule and shape, so nothing has to be compared. All experts but the
+        # first usually have the same dict object.
         if not entry.places or place.sizes is entry.first.sizes:
             return
         origin, expected = place.origin, entry.first
@@ -378,8 +378,8 @@ class _Translator:
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
 
     def _is_written(self, line: Line, slot: str) -> bool:
-        """Return whether a mapping rule writes a slot. Optimizer states of a fused parameter are not also written for
-        its components.
+        """Return whether a mapping rule writes a slot. Optimizer states of a fused parameter are written for the fused
+        parameter only, and not again for its components.
         """
         if slot == WEIGHT:
             return not line.of_state
@@ -607,7 +607,8 @@ class _Translator:
         """Return the target's layout. Axis sizes are those of the sources, which must be equal; padding of unknown size
         gets the size 0.
         """
-        # Equal keys have equal layouts, which are computed once per kind of layer so that planning takes linear time.
+        # Targets with equal keys have equal layouts, which are computed once per kind of layer so that planning takes
+        # linear time.
         alike = (
             id(line),
             tuple([index.get(axis) for axis in self._varying]),

@@ -2,7 +2,8 @@
 
 - Undecided mapping rules: the config does not determine whether their condition is true. The source's names may: a
   tensor stored under the name of a rule `when x` proves that x is true. If names do not decide either, a rule applies
-  only if no other rule could store the same tensor. Otherwise both names would be written, one of them wrongly.
+  only if no other rule could store the same tensor. If two undecided rules for one tensor both applied, both names
+  would be written, one of them wrongly.
 - Added tensors: tensors that some frameworks add to a model, such as a router bias for load balancing, and for which
   zeros mean the same as absence. A dialect whose framework always has the tensor gets zeros if the source lacks the
   tensor. If a target has no place for the tensor, zeros are omitted. Other values would change the model's results, so
@@ -266,8 +267,8 @@ class Unplaced:
         without elements is omitted if its axis of size 0 numbers the target's tensors (zero experts).
 
         Args:
-            checks: equality checks. A tensor that only a check reads counts as placed if the tensor compared with it is
-                placed.
+            checks: equality checks. A tensor that only a check reads counts as placed if the tensor with which it is
+                compared is placed.
             clean: whether no error has occurred so far.
         """
         checked = [(_origins(check.first), _origins(check.second)) for check in checks]
@@ -365,9 +366,9 @@ _ADAPTED = (
 def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     """Refuse a checkpoint that lacks tensors which its model must have.
 
-    holdings: where the checkpoint stores each logical tensor.
+    Args:
+        holdings: where the checkpoint stores each logical tensor.
         tied: logical tensors that may be absent, because they are tied to other tensors.
-        tied: logical tensors that need not be stored, because they are tied to other tensors.
     """
     budget = iter(range(_ASKED))
     # A missing stored tensor that contains several logical tensors counts once.
@@ -439,10 +440,10 @@ def refuse_contradicted(holdings: Holdings) -> Iterator[Refusal]:
 def refuse_beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
     """Yield one error for each mapping rule and axis with stored names whose number is beyond the size of the axis.
 
-    Such tensors (of further layers or experts) would keep their names, and so be missing from the converted model.
-    Multi-token-prediction layers are an exception. They are kept if the table has no mapping rule for them and they are
-    numbered after the last layer, or if their number in the config is zero. For an axis of ordinary layers there is no
-    exception, because a model always has layers.
+    Tensors of layers or experts beyond the size would keep their names, and so be missing from the converted model.
+    Multi-token-prediction layers are an exception. Multi-token-prediction layers are kept if the table has no mapping
+    rule for them and they are numbered after the last layer, or if the config states that there are none. For an axis
+    of ordinary layers there is no exception, because a model always has layers.
 
     Args:
         bound: the stored names, matched with the lines of a dialect.
@@ -482,7 +483,7 @@ def refuse_beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
 def _may_be_left_out(line: Line, sizes: Sizes) -> bool:
     """Return whether a model may lack all tensors of a mapping rule, such as those of multi-token-prediction layers.
 
-    That is so if the config would not require them even with one layer of each kind.
+    A model may lack them if the config would not require these tensors even with one layer of each kind.
     """
     least = Sizes(sizes.family, sizes.config, {axis: count or 1 for axis, count in sizes.at({}).items()})
     tensors = (sizes.family.tensors[component] for component in line.expression.components)
@@ -608,8 +609,8 @@ def _names_missing(
     """Yield the names that are missing: one for every index at which the tensor must exist, but no mapping rule stores
     it.
 
-    If the config does not determine whether the tensor must exist, it must exist at all indices or at none. This also
-    applies to added tensors.
+    If the config does not determine whether the tensor must exist, it must exist at all indices or at none. Added
+    tensors, for which zeros mean the same as absence, must also exist at all indices or at none.
     """
     known_sizes, added = holdings.sizes.at({}), holdings.bound.family.added
     axes = lines[0].axes

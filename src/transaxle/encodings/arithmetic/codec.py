@@ -10,7 +10,7 @@ requested dtype. torchao, compressed-tensors and transformers round in the same 
 code and no payload bits.
 
 **Encode**: the module `scaling` computes the scale of a tile and a float32 multiplier. Values are multiplied by the
-    multiplier and rounded to codes: to nearest, ties to even, saturating.
+multiplier and rounded to codes: to nearest, ties to even, saturating.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def encode_rows(
     Args:
         encoding: the encoding to quantize to.
         values: the rows, an array `[R, C]` of BF16, F16 or F32.
-        amax: largest absolute value of the whole tensor. It is required for a global scale; for an encoding with one
-            tile per matrix it is used instead of the largest value in these rows.
+        amax: largest absolute value of the whole tensor. The amax is required for a global scale; for an encoding with
+            one tile per matrix, the amax replaces the largest value in these rows.
         over: shape of the blocks that share an amax, a multiple of the encoding's tile, such as `(16, 16)` for nvfp4
             weights, where sixteen rows get equal scales. By default each tile has its own amax.
         codes_out: array to write the codes into; by default a new one.
@@ -215,8 +215,8 @@ def decode_error(
 ) -> Error:
     """Return the rounding error of decoding: decoded values against the exact product of code, scale and factor.
 
-    The product is computed in double precision. It is exact if code, scale and factor together have at most 53
-    significant bits; otherwise its relative error is at most 2**-53. The arguments are the same as those of
+    The product is computed in double precision. The product is exact if code, scale and factor together have at most 53
+    significant bits; otherwise the product's relative error is at most 2**-53. The arguments are the same as those of
     `decode_box`.
     """
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)

@@ -1,7 +1,7 @@
 """The compiled kernel that encodes and decodes: `kernel.c` is built at installation if there is a C compiler.
 
-The library file is in the folder of this module. It is used only if it was built from the `kernel.c` in that folder.
-Calls into the library release the GIL, so threads encode and decode in parallel.
+The library file is in the folder of this module. The library is used only if it was built from the `kernel.c` beside
+this module. Calls into the library release the GIL, so threads encode and decode in parallel.
 """
 
 from __future__ import annotations

@@ -77,9 +77,9 @@ class Minifloat(msgspec.Struct, frozen=True, dict=True):
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
         """Return, for each element, the code of the nearest value of this type, one code per byte.
 
-        The function works on the bits of the values. For a normal result, it adds half of the last kept mantissa bit,
-        and then drops the lower bits. For a subnormal result, it adds a power of two so large that the processor's
-        float32 addition does the rounding.
+        The function works on the bits of the values. For a normal result, half of the last kept mantissa bit is added,
+        and then the lower bits are dropped. For a subnormal result, a power of two is added that is so large that the
+        processor's float32 addition does the rounding.
         """
         raw = values.view(np.uint32)
         magnitude = raw & np.uint32(0x7FFFFFFF)

@@ -5,9 +5,9 @@ to values before rounding to codes. A multiplier is not always the exact inverse
 rounds in the same places as TransformerEngine (August 2026). All arithmetic is float32, one operation at a time. An
 amax of NaN means that the tile contains a NaN.
 
-**Casting**: converts unquantized values to another floating-point dtype, as torch's `.to` does. It rounds to nearest,
-    ties to even. Values that are too large become infinite, and NaN stays NaN. As in torch, float64 is first converted
-    to float32.
+**Casting**: converts unquantized values to another floating-point dtype, as torch's `.to` does. A cast rounds to
+nearest, ties to even. Values that are too large become infinite, and NaN stays NaN. As in torch, float64 is first
+converted to float32.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rows are processed in groups that fit the processor's cache. Each function compu
 C, with identical bits.
 
 **Tiling**: where the boundaries of tiles (blocks of elements with one scale) are in a matrix, which may be some rows of
-    a larger matrix.
+a larger matrix.
 """
 
 from __future__ import annotations

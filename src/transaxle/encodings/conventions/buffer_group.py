@@ -1,10 +1,10 @@
 """Groups stored tensors (codes, scales) that together form one quantized tensor.
 
 Names alone do not show which tensors are quantized: torchtitan stores gpt-oss in bf16 under the names `*_blocks`. The
-config alone does not show it either, because it lists modules and classes instead of tensors. So a tensor counts as
-quantized if its name and dtype are those of codes, and its scales exist under the matching name, in the shape that the
-config's tile size implies. A tensor that meets only some of these conditions is refused; every other tensor counts as
-unquantized.
+config alone does not show which tensors are quantized either, because it lists modules and classes. So a tensor counts
+as quantized if its name and dtype are those of codes, and its scales exist under the matching name, in the shape that
+the config's tile size implies. A tensor that meets only some of these conditions is refused; every other tensor counts
+as unquantized.
 
 Each name is visited once, and the related names are looked up, so grouping takes linear time.
 """
@@ -124,8 +124,8 @@ class BufferGroups(msgspec.Struct, frozen=True):
     refusals: tuple[Refusal, ...]
     """Errors for tensors that are neither valid quantized tensors nor unquantized tensors."""
     bare: tuple[str, ...] = ()
-    """Names of tensors with a dtype of codes but without scales. They count as unquantized: they can be moved, but not
-    decoded.
+    """Names of tensors with a dtype of codes but without scales. Codes without scales count as unquantized tensors,
+    which can be moved, but not decoded.
     """
 
 

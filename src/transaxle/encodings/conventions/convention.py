@@ -2,8 +2,8 @@
 
 The same codes and scales have many names: `X.weight_scale_inv` is DeepSeek's, `X.weight_scale` that of
 compressed-tensors, `X_scales` that of gpt-oss. Mapping rules use a single name, that of the weight. A convention maps
-the weight's name to the stored name of each buffer and back. It also defines the shape of each buffer on disk and the
-meaning of the per-tensor scale.
+the weight's name to the stored name of each buffer and back. A convention also defines the shape of each buffer on disk
+and the meaning of the per-tensor scale.
 
 The module `quantization` reads the convention from a config file; `buffer_group` determines whether a checkpoint
 follows it. Names are split at dots, and a convention depends only on the last segment.
@@ -108,8 +108,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     writes: frozenset[str] = frozenset()
     """Names of the encodings that can be written in this convention."""
     meaning: GlobalMeaning = "factor"
-    """How a value depends on the per-tensor scale `global`. With `factor` it is `code x scale x global`; with `divisor`
-    it is `code x scale / global`; with `amax` it is `code x scale x global / (scale_max x code_max)`.
+    """How a value depends on the per-tensor scale `global`. With `factor` the value is `code x scale x global`, with
+    `divisor` `code x scale / global`, and with `amax` `code x scale x global / (scale_max x code_max)`.
     """
     scale_max: int = 448
     """Upper limit of the block scales of an nvfp4 tensor."""
@@ -153,8 +153,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         }
 
     def stored(self, table_name: str, role: Role, encoding: Encoding) -> str:
-        """Return the stored name of one buffer of a tensor. For this stored name, `places` returns a list with
-        `(table_name, role)`.
+        """Return the stored name of one buffer of a tensor. For the stored name of a buffer, `places` returns a list
+        that contains `(table_name, role)`.
 
         Raises:
             Refused: with the code UNSUPPORTED if this convention has no such encoding, or no name for the buffer.
@@ -408,8 +408,8 @@ def hub_convention(encodings: Iterable[Encoding]) -> Convention:
     """Return the convention for these encodings on a model hub, where one config must describe all quantized weights.
 
     The result is the preferred convention of the encodings, with one exception. Tensors in mxfp8 become DeepSeek's
-    `fp8` method with 1 x 32 blocks and E8M0 scales, if no other encoding needs compressed-tensors. The reason is that
-    transformers 5.23 loads experts in that form, but not mxfp8 experts of compressed-tensors.
+    `fp8` method with 1 x 32 blocks and E8M0 scales, if no other encoding needs compressed-tensors. transformers 5.23
+    loads mxfp8 experts in DeepSeek's form, but not in the form of compressed-tensors.
     """
     names = {PREFERRED[encoding.name] for encoding in encodings if encoding.name != MXFP8.name}
     return CONVENTIONS[COMPRESSED_TENSORS if names - {DEEPSEEK} else DEEPSEEK]

@@ -2,9 +2,9 @@ r"""Matches regular expressions from untrusted files in time that is linear in t
 
 Config files list modules, and checkpoints list parameters, as regular expressions. Python's `re` backtracks, so an
 expression of twenty characters can take years to match; RE2 never backtracks. This module translates Python expressions
-for RE2. It rejects expressions with features that RE2 lacks (back references, lookarounds), and names the feature. If
-an expression has `\w`, `\d` or `\s`, which RE2 matches only in ASCII, this module also rejects module names that are
-not ASCII.
+for RE2. Expressions with features that RE2 lacks (back references, lookarounds) are rejected, with an error that names
+the feature. If an expression has `\w`, `\d` or `\s`, which RE2 matches only in ASCII, this module also rejects module
+names that are not ASCII.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Expressions:
         """
         if position == len(name):
             return self._search(self._any_whole.match, self._read(name)) is not None
-        # The zero byte marks where the match must end. It is not the end of the text, so `$` does not match before it.
+        # The zero byte marks where the match must end. The text does not end before the zero byte, so `$` does not
+        # match there.
         return self._search(self._any_marked.match, self._read(name[:position]) + b"\0") is not None
 
     def find_matches(self, name: str) -> list[int]:

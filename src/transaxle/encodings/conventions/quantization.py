@@ -97,8 +97,8 @@ class Quantization(msgspec.Struct, frozen=True, dict=True):
     def encodings(self, module: str) -> tuple[Encoding, ...]:
         """Return the encodings that a module's weights may have according to the config, the likeliest first.
 
-        The result is empty for an unquantized module. It contains several encodings if the config lists classes instead
-        of module names.
+        The result is empty for an unquantized module. The result contains several encodings if the config lists classes
+        instead of module names.
 
         Raises:
             Refused: with the code UNSUPPORTED if matching a pattern in the config takes too long.

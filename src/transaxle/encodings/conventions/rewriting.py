@@ -1,8 +1,8 @@
 """Rewrites the quantization section of a model's config so that it matches the tensors that are written.
 
 If a config describes fp8 weights but the tensors were decoded, or has no quantization section but the tensors were
-encoded, a loader fails or reads garbage. So the section is removed if no tensor is encoded any more. Otherwise, only
-the entries of the section that no longer match are changed.
+encoded, a loader fails or reads garbage. So the section is removed if no tensor is encoded any more. If some tensors
+are still encoded, only the entries of the section that no longer match are changed.
 
 Lists of modules in the section keep the entries that are still true. Modules that a conversion has renamed or decoded
 are added to these lists by their full names.

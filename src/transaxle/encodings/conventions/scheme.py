@@ -130,7 +130,7 @@ CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
 """Variant of the float8 encoding with one scale per row."""
 
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Config keys for the quantization of cached keys and values. They do not affect weights, but without these keys a
+"""Config keys for the quantization of cached keys and values. These keys do not affect weights, but without the keys a
 reader would cache in a different precision.
 """
 UNKNOWN_KEY = (

@@ -2,7 +2,8 @@
 
 Torchao stores each quantized tensor as several plain tensors, such as `X._weight_qdata` and `X._weight_scale`. Under
 the name `X.weight`, the header's metadata has a JSON text with the tensor's class, its attributes and the names of the
-plain tensors (`torchao.prototype.safetensors`, 0.18). This module parses the text, and never executes it.
+plain tensors (`torchao.prototype.safetensors`, 0.18). This module parses the JSON text, and never executes code from
+the file.
 """
 
 from __future__ import annotations

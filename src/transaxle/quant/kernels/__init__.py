@@ -52,8 +52,8 @@ def quantize(
         x: the matrix, [M, K] of bfloat16, float16 or float32, with any strides. Tiles at the edges may be smaller.
         encoding: the encoding of the result.
         amax: for float8 and nvfp4, the largest magnitude to scale for, if it is not that of `x` alone (shards of one
-            tensor must have the same scale), as float32 [1] on the device of `x`, or a number. None means that it is
-            computed from `x`.
+            tensor must have the same scale), as float32 [1] on the device of `x`, or a number. None means that the amax
+            is computed from `x`.
         scale: for float8, the factor by which `x` is multiplied, instead of an amax; float32 [1] or a number.
         rowwise: whether to compute codes whose tiles run along rows.
         columnwise: whether to compute codes whose tiles run down columns (mxfp8, nvfp4), in the same pass.
@@ -111,8 +111,8 @@ def quantize_groups(
         columnwise: whether to compute codes whose tiles run down columns, as for `quantize`, in the same pass.
         over: rows and columns that share an amax, as for `quantize`.
         swizzled: whether to write the scales of tiles in the order that `transaxle.quant.kernels.components` describes,
-            with each group padded separately. This is possible only for rowwise codes of mxfp8 and mxfp4. Codes of rows
-            that belong to no group may be written too, and offsets are not checked.
+            with each group padded separately. Swizzled scales are possible only for rowwise codes of mxfp8 and mxfp4.
+            Codes of rows that belong to no group may be written too, and offsets are not checked.
         out: buffers to write; None means that new buffers are allocated.
 
     Returns:
@@ -148,8 +148,8 @@ def quantize_groups(
 
 
 def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows; each row gets exactly the codes that `quantize` would return for the row alone. One launch on a
-    GPU.
+    """Quantize rows; each row gets exactly the codes that `quantize` would return for the row alone. On a GPU, one
+    launch quantizes all rows.
 
     Args:
         x: the matrix, [M, K], as for `quantize`.

@@ -1,17 +1,18 @@
 """The Triton programs, each of which processes one block of a matrix on the device.
 
 Rounding works on the bits of float32 numbers, so that every GPU and the interpreter (which handles bfloat16 and float8
-wrongly) compute the same codes. For this, bfloat16 is loaded as 16-bit integers, and float8 is stored as 8-bit
+wrongly) compute the same codes. To work on bits, bfloat16 is loaded as 16-bit integers, and float8 is stored as 8-bit
 integers. If the chip has an instruction with bitwise equal results (`native`: Hopper and later), the instruction is
 used instead; the tests compare the results.
 
-Two operations must not be left to the compiler. It must not fuse a product and a sum into one rounding (programs are
-launched with `enable_fp_fusion=False`). It must not compile `/`, which divides approximately (`div_rn` is used).
+Two operations must not be left to the compiler. The compiler must not fuse a product and a sum into one rounding
+(programs are launched with `enable_fp_fusion=False`). The compiler must not compile `/`, which divides approximately
+(`div_rn` is used).
 
 Importing this module imports triton, and determines whether the interpreter runs (`TRITON_INTERPRET`).
 
-The programs for groups of rows first compute, on the device, the group to which their block belongs. Then they work
-like the programs for a single matrix.
+The programs for groups of rows first compute, on the device, the group to which their block belongs. After that, the
+programs for groups work like the programs for a single matrix.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def round_to_code(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl
     # Round to nearest even on the bits: adding just under half of the last kept bit, plus that bit itself, produces a
     # carry exactly if the value must be rounded up.
     normal = (size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift
-    # A carry out of the mantissa correctly increments the exponent. Then the exponent is converted to the target's
-    # bias.
+    # A carry out of the mantissa correctly increments the exponent. After rounding, the exponent is converted to the
+    # target's bias.
     normal = tl.minimum(normal - ((127 - bias) << mantissa), largest)
     # At this size, the last bit of a float32 is worth one subnormal step of the target, so the hardware's addition
     # rounds to nearest, ties to even.
@@ -452,8 +453,8 @@ def dequantize_program(
     if scheme == TENSOR:
         value *= tl.load(scales)
     else:
-        # Along each dim, a block is either inside one tile or made of whole tiles. In both cases, this many of the
-        # block's elements share a scale.
+        # Along each dim, a block is either inside one tile or made of whole tiles. Therefore `share_rows` x
+        # `share_columns` elements of the block share a scale.
         share_rows: tl.constexpr = min(rows, block_rows)
         share_columns: tl.constexpr = min(columns, block_columns)
         tile_rows = (row + share_rows * tl.arange(0, block_rows // share_rows)) // rows
