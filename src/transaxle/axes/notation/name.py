@@ -139,8 +139,7 @@ class Hole(msgspec.Struct, frozen=True):
     shift: str | None
     """`+` or `-`, followed by a number or an axis: the number or axis size that is added to the index or subtracted."""
     mesh: str | None
-    """Mesh dim whose ranks each count the index from their own first index; None if all ranks count from the
-    same one.
+    """Mesh dim whose ranks each count the index from their own first index; None if all ranks count from 0.
     """
     factor: int = 1
     """Number by which the index is multiplied before the shift is added."""
