@@ -276,8 +276,8 @@ def read_numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numb
 
 
 def _came_from(name: str, values: npt.NDArray[Any], places: Places) -> Numbers:
-    """Return the input element of each value in an output tensor; 0 for zeros, and for a tensor that the converter
-    created.
+    """Return the number of the input element from which each value of an output tensor came; 0 for zeros, and for all
+    values of a tensor that the converter created.
     """
     with np.errstate(invalid="ignore"):
         whole = values.astype(np.int64)

@@ -390,7 +390,7 @@ def _move(
 
 def _of_states(check: Check) -> bool:
     """Return whether a check compares optimizer states; checks of parameters are skipped, as optimizer state dicts lack
-    these.
+    parameters.
     """
     return all(split_slot(part.origins[0].name)[1] != WEIGHT for part in check.second.parts)
 

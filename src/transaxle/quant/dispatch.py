@@ -455,7 +455,7 @@ OPERATIONS[:] = [run]
 
 
 _STEP = 16
-"""Number of which all sizes in a float8 product must be multiples."""
+"""All sizes of a float8 product must be multiples of this number."""
 _CAPABLE = (8, 9)
 """Lowest CUDA compute capability with float8 products."""
 

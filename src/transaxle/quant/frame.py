@@ -65,8 +65,8 @@ class Frame:
     start: int = 0
     """Index of this frame's first row in the whole matrix."""
     blank: bool = field(default=False, kw_only=True)
-    """Whether no values have been written yet. The first copy into a blank frame sets the frame's position in the whole
-    matrix.
+    """Whether no values have been written into this frame yet. The first copy into a blank frame sets the frame's
+    position in the whole matrix.
     """
     used: int | None = field(default=None, kw_only=True)
     """Number of rows that belong to the matrix; the rows after these are padding. None if there is no padding."""

@@ -5,7 +5,8 @@
     -exp(A_log)        the functions are exp, and log, its inverse
 
 The text in the table of mapping rules is a Python expression with one variable. Every step of such an expression has an
-inverse, so the whole expression has an inverse. Values are computed in float64 and rounded once at the end.
+inverse, so the whole expression has an inverse. Each expression is computed in float64, and only its final result is
+rounded to the stored dtype.
 """
 
 from __future__ import annotations
@@ -135,9 +136,9 @@ def round_to(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Round float64 values once to a floating-point dtype of lower precision: to nearest, ties to even."""
     if dtype.kind == "f":  # one of numpy's own floating-point dtypes; bfloat16 is not
         return values.astype(dtype)
-    # For bfloat16, values are rounded twice: to float32, then to bfloat16. If the first rounding is inexact, it sets
-    # the last bit (rounding to odd). Without the last bit set, the first rounding could create a tie that the second
-    # rounding resolves wrongly.
+    # For bfloat16, values are rounded twice: to float32, then to bfloat16. If the rounding to float32 is inexact, it
+    # sets the last bit (rounding to odd). Without the last bit set, the rounding to float32 could create a tie that the
+    # rounding to bfloat16 resolves wrongly.
     with np.errstate(all="ignore"):
         near = values.astype(np.float32)
     bits = near.view(np.uint32)

@@ -18,7 +18,7 @@ from typing import Any
 _MOST_SECONDS = 5.0
 """Maximum processor time, in seconds, of all slow searches with one list of expressions together."""
 _ORDINARY = 1e-5
-"""Time per search, in seconds, that does not count towards the maximum; a search usually takes two microseconds."""
+"""Time per search, in seconds, that does not count towards `_MOST_SECONDS`; a search usually takes two microseconds."""
 _MOST_BYTES = 1 << 24
 """Maximum memory, in bytes, of the automaton that RE2 compiles from a whole list of expressions."""
 _MOST_EACH = 1 << 20
