@@ -91,7 +91,7 @@ def twice(key: str) -> str:
 CASES = {
     "a whole file beside an index": Case(whole(a=A + 1, b=B), "AMBIGUOUS", "two checkpoints in one folder"),
     "a whole file with other tensors": Case(whole(c=A), "AMBIGUOUS", "two checkpoints in one folder"),
-    "the same tensors in a whole file": Case(whole(a=A, b=B), "AMBIGUOUS", "Name the one you mean"),
+    "the same tensors in a whole file": Case(whole(a=A, b=B), "AMBIGUOUS", "Name the one to read"),
     "a whole torch file beside an index": Case(torch_shards, "AMBIGUOUS", "two checkpoints in one folder"),
     "an empty weight map": Case(mapped({}), "CORRUPT", "lists no tensor"),
     "no weight map": Case(written(INDEX, "{}"), "CORRUPT", "weight_map"),

@@ -247,7 +247,7 @@ REFUSED = [
     (Run(pp=3), "4 layers do not divide into 3 pipeline stages", "another --pp"),
     (Run(ep=3, sparse=ALL), "4 experts do not divide into 3", "another --ep"),
     (Run(ep=2), "0 experts do not divide into 2", "another --ep"),
-    (Run(tp=3), "4 attention heads do not divide over 3", "another --tp"),
+    (Run(tp=3), "4 attention heads do not divide over 3", "different --tp"),
 ]
 
 
