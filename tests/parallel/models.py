@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from tests.oracles import hub
+from transaxle.parallel.cutting import cut_parameters
+from transaxle.torch_tensors import local_of
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -54,6 +59,34 @@ def tokens(config: dict[str, Any], step: int = 0) -> Tensor:
     found = torch.randint(0, config["vocab_size"], (2, LENGTH), generator=generator)
     found[0, 3] = config["pad_token_id"]
     return found
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let FSDP2 share out each layer, and what is left."""
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def off(part: Tensor, whole: Tensor) -> float:
+    """The largest difference, in units of the largest value."""
+    return float((part - whole).abs().max()) / max(float(whole.abs().max()), 1e-12)
+
+
+def gradients_off(cut: nn.Module, whole: nn.Module) -> dict[str, float]:
+    """How far the gradients of what is cut are from parts of those of the whole model."""
+    named, apart = dict(whole.named_parameters()), {}
+    for name, parameter, kept in cut_parameters(cut):
+        grad, of_whole = parameter.grad, named[name].grad
+        assert grad is not None
+        assert of_whole is not None
+        apart[name] = off(local_of(grad), kept.take(of_whole))
+    return apart
+
+
+def beyond(apart: Mapping[str, float], limit: float) -> dict[str, float]:
+    """Differences that are not below a limit, or no numbers."""
+    return {name: value for name, value in apart.items() if not value < limit}
 
 
 def train(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], steps: range) -> list[float]:

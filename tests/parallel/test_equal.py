@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_ as torch_clips
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.parallel.models import CONFIGS, build, tokens
+from tests.parallel.models import CONFIGS, beyond, build, gradients_off, off, shard, tokens
 from transaxle.parallel.cutting import clip_grad_norm_, cut_parameters
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors import local_of
@@ -26,21 +24,6 @@ CLIP = 0.3
 ONCE, TRAINED = 2e-5, 1e-4
 """Largest differences, in units of the largest value of the tensor: some roundings of fp32, and what five steps of
 AdamW make of them. What is cut wrongly is off by a tenth and more."""
-
-
-def _off(mine: Tensor, wanted: Tensor) -> float:
-    scale = max(float(wanted.abs().max()), 1e-12)
-    return float((mine - wanted).abs().max()) / scale
-
-
-def _gradients(whole: nn.Module, cut: nn.Module, kind: str) -> dict[str, float]:
-    named, found = dict(whole.named_parameters()), {}
-    for name, parameter, kept in cut_parameters(cut):
-        grad = named[name].grad
-        assert grad is not None
-        assert parameter.grad is not None
-        found[f"{name} {kind}"] = _off(local_of(parameter.grad), kept.take(grad))
-    return found
 
 
 def _compare(rank: int, world: int, config: dict[str, Any], dtensor: bool) -> dict[str, float]:
@@ -55,20 +38,20 @@ def _compare(rank: int, world: int, config: dict[str, Any], dtensor: bool) -> di
         for output in outputs:
             output.loss.backward()
         if step == 0:
-            found[LOGITS] = _off(outputs[1].logits, outputs[0].logits)
-            found |= _gradients(whole, cut, GRAD)
+            found[LOGITS] = off(outputs[1].logits, outputs[0].logits)
+            found |= {f"{name} {GRAD}": value for name, value in gradients_off(cut, whole).items()}
             norms = [torch_clips(whole.parameters(), CLIP), clip_grad_norm_(cut, CLIP)]
             assert norms[0] > 2 * CLIP
-            found[f"norm {GRAD}"] = _off(norms[1], norms[0])
-            found |= _gradients(whole, cut, CLIPPED)
+            found[f"norm {GRAD}"] = off(norms[1], norms[0])
+            found |= {f"{name} {CLIPPED}": value for name, value in gradients_off(cut, whole).items()}
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, parameter, kept in cut_parameters(cut):
-        found[name] = _off(local_of(parameter), kept.take(named[name].detach()))
+        found[name] = off(local_of(parameter), kept.take(named[name].detach()))
         for state in ("exp_avg", "exp_avg_sq"):
             mine, wanted = (o.state[p][state] for o, p in zip(optimizers[::-1], (parameter, named[name]), strict=True))
-            found[f"{name} {state}"] = _off(local_of(mine), kept.take(wanted))
+            found[f"{name} {state}"] = off(local_of(mine), kept.take(wanted))
     return found
 
 
@@ -79,8 +62,7 @@ def test_every_kind_of_model(kind: str, world: int) -> None:
     for found in run(world, _compare, CONFIGS[kind], world != 3):
         once = {name: off for name, off in found.items() if name.split()[-1] in (LOGITS, GRAD, CLIPPED)}
         trained = {name: off for name, off in found.items() if name not in once}
-        assert {name: off for name, off in once.items() if not off < ONCE} == {}
-        assert {name: off for name, off in trained.items() if not off < TRAINED} == {}
+        assert beyond(once, ONCE) == beyond(trained, TRAINED) == {}
         assert 2 * len(trained) == 3 * (len(once) - 2)
 
 
@@ -93,9 +75,7 @@ def _norms(rank: int, world: int) -> tuple[float, float]:
     whole, model = build(config), build(config)
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     tx.parallel.tensor_parallel(model, mesh["tp"])
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+    shard(model, mesh["dp"])
     for each in (whole, model):
         each(input_ids=ids, labels=ids).loss.backward()
     cut = tx.parallel.tensor_parallel(build(config), mesh["tp"])

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import transaxle as tx
 from tests.live.ranks import run
 from tests.oracles import hub
-from tests.parallel.models import tokens
+from tests.parallel.models import beyond, gradients_off, off, tokens
 from transaxle.errors import TransaxleError
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.nn.moe import MoE
@@ -39,17 +39,12 @@ CONFIG: dict[str, Any] = {
 def _model(seed: int, *, single: bool, ep: Any = None) -> nn.Module:
     model = hub.model(CONFIG, torch.float32)
     for layer in model.model.layers:
-        made = MoE(CONFIG["hidden_size"], INNER, EXPERTS, CHOSEN, single_grouped_weight=single, ep=ep)
-        layer.mlp = made
+        layer.mlp = MoE(CONFIG["hidden_size"], INNER, EXPERTS, CHOSEN, single_grouped_weight=single, ep=ep)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         local_of(parameter).copy_(torch.randn(local_of(parameter).shape, generator=generator) * 0.2)
     found: nn.Module = model.train()
     return found
-
-
-def _off(mine: Tensor, wanted: Tensor) -> float:
-    return float((mine - wanted).abs().max() / wanted.abs().max())
 
 
 def _compare(rank: int, world: int, single: bool, out: str) -> tuple[dict[str, float], list[str], int]:
@@ -62,31 +57,20 @@ def _compare(rank: int, world: int, single: bool, out: str) -> tuple[dict[str, f
     outputs = [model(input_ids=ids, labels=ids) for model in (whole, cut)]
     for output in outputs:
         output.loss.backward()
-    named, found = dict(whole.named_parameters()), {"logits": _off(outputs[1].logits, outputs[0].logits)}
-    experts = 0
-    for name, parameter, kept in cut_parameters(cut):
-        grad = named[name].grad
-        assert grad is not None
-        assert parameter.grad is not None
-        found[name] = _off(local_of(parameter.grad), kept.take(grad))
-        experts += "experts" in name and sum(kept.widths) in (INNER, 2 * INNER)
+    found = {"logits": off(outputs[1].logits, outputs[0].logits), **gradients_off(cut, whole)}
+    experts = sum("experts" in name and sum(kept.widths) in (INNER, 2 * INNER) for name, _, kept in cut_parameters(cut))
     tx.save(cut, out, to="dcp")
     resumed = tensor_parallel(other, mesh)  # one parameter for each expert where it was one for all, and the reverse
     tx.load(resumed, out)
     back = _model_of(whole, single=not single)
-    wrong = _through_torch(cut, tensor_parallel(same, mesh), f"{out}-torch")
-    wrong += [n for n, p, kept in cut_parameters(resumed) if not torch.equal(local_of(p), kept.take(back[n]))]
-    return found, wrong, experts
-
-
-def _through_torch(cut: nn.Module, other: nn.Module, out: str) -> list[str]:
-    """Names of what torch's checkpoint and state dicts do not carry from one cut model to another."""
-    dcp_save(cut.state_dict(), checkpoint_id=out)
-    state = other.state_dict()
-    dcp_load(state, checkpoint_id=out)
-    other.load_state_dict(state)
-    pairs = zip(cut.named_parameters(), other.parameters(), strict=True)
-    return [name for (name, p), q in pairs if not torch.equal(local_of(p), local_of(q))]
+    wrong = [n for n, p, kept in cut_parameters(resumed) if not torch.equal(local_of(p), kept.take(back[n]))]
+    tensor_parallel(same, mesh)  # through torch's checkpoint and state dicts
+    dcp_save(cut.state_dict(), checkpoint_id=f"{out}-torch")
+    state = same.state_dict()
+    dcp_load(state, checkpoint_id=f"{out}-torch")
+    same.load_state_dict(state)
+    pairs = zip(cut.named_parameters(), same.parameters(), strict=True)
+    return found, [*wrong, *(n for (n, p), q in pairs if not torch.equal(local_of(p), local_of(q)))], experts
 
 
 def _model_of(whole: nn.Module, *, single: bool) -> dict[str, Tensor]:
@@ -106,7 +90,7 @@ def _model_of(whole: nn.Module, *, single: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("single", "world"), [(True, 2), (False, 3)])
 def test_every_expert_is_cut_inside(single: bool, world: int, tmp_path: Path) -> None:
     for found, wrong, experts in run(world, _compare, single, str(tmp_path / "saved")):
-        assert {name: off for name, off in found.items() if not off < 2e-5} == {}
+        assert beyond(found, 2e-5) == {}
         assert wrong == []
         assert experts == 2 * 2 * (1 if single else EXPERTS)
 
@@ -160,8 +144,12 @@ def _stem(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str, str], Tensor]:
-    """What a rank has of its experts' weights, gradients and moments, by name and what it is."""
+_State = dict[tuple[str, str], Tensor]
+"""Weights, gradients and moments of experts, by name and what it is."""
+
+
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> _State:
+    """What a rank has of them."""
     found = {}
     for name, parameter in model.named_parameters():
         if "experts" in name:
@@ -173,9 +161,9 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[str,
     return found
 
 
-def _together(parts: list[dict[tuple[str, str], Tensor]], degrees: tuple[int, int]) -> dict[tuple[str, str], Tensor]:
+def _together(parts: list[_State], degrees: tuple[int, int]) -> _State:
     """All of it, put together by places alone."""
-    found: dict[tuple[str, str], Tensor] = {}
+    found: _State = {}
     for rank, part in enumerate(parts):
         for (name, kind), value in part.items():
             sizes = (2 * INNER, CONFIG["hidden_size"]) if "linear_fc1" in name else (CONFIG["hidden_size"], INNER)
@@ -211,7 +199,7 @@ def _cut(seed: int, mesh: DeviceMesh, *, single: bool, fsdp: bool = False) -> tu
 
 
 DEGREES = (2, 2)
-_Step = tuple[dict[tuple[str, str], Tensor], float, float, dict[str, float]]
+_Step = tuple[_State, float, float, dict[str, float]]
 
 
 def _step(rank: int, world: int, single: bool, fsdp: bool, out: str) -> _Step:
@@ -232,14 +220,14 @@ def _step(rank: int, world: int, single: bool, fsdp: bool, out: str) -> _Step:
                 dist.all_reduce(local_of(parameter.grad), group=data.get_group())
                 wanted = whole.get_parameter(name).grad
                 assert wanted is not None
-                wrong[name] = _off(local_of(parameter.grad), kept.take(wanted))
+                wrong[name] = off(local_of(parameter.grad), kept.take(wanted))
     norm = float(tx.parallel.clip_grad_norm_(cut, 1e9))
     optimizer.step()
     tx.save(cut, out, to="dcp", optimizer=optimizer)
     dcp_save(cut.state_dict(), checkpoint_id=f"{out}-torch")
     held = _held(cut, optimizer)
     wrong |= _begun(cut, (data.get_local_rank(), mesh["tp"].get_local_rank()))
-    return held, loss.item(), norm, {name: off for name, off in wrong.items() if not off < 2e-5}
+    return held, loss.item(), norm, beyond(wrong, 2e-5)
 
 
 def _begun(cut: nn.Module, place: tuple[int, int]) -> dict[str, float]:
@@ -270,13 +258,7 @@ def _whole_step() -> Any:
 
 
 def _resumed(
-    rank: int,
-    world: int,
-    degrees: tuple[int, int],
-    single: bool,
-    torchs: bool,
-    out: str,
-    truth: dict[tuple[str, str], Tensor],
+    rank: int, world: int, degrees: tuple[int, int], single: bool, torchs: bool, out: str, truth: _State
 ) -> list[str]:
     """Names of what a load at these degrees, by us or also by torch, does not bring back bit for bit."""
     mesh = _meshes(degrees)
@@ -305,7 +287,7 @@ def test_experts_are_shared_out_and_cut(single: bool, fsdp: bool, tmp_path: Path
     truth = _together([held for held, *_ in found], DEGREES)
     for name, parameter in whole.named_parameters():
         if "experts" in name:
-            assert _off(truth[name, "grad"], parameter.grad) < 2e-5
+            assert off(truth[name, "grad"], parameter.grad) < 2e-5
     wanted = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9))
     for rank, (_, loss, norm, wrong) in enumerate(found):
         ids = tokens(CONFIG, rank // DEGREES[1])

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.parallel.models import SIZES, build, tokens
-from tests.parallel.test_quantized import MIXTURE, ONCE, _differing, _masters, _mesh, _mixture, _off, _saved, _unlike
+from tests.parallel.models import SIZES, beyond, build, gradients_off, off, tokens
+from tests.parallel.test_quantized import MIXTURE, ONCE, _differing, _masters, _mesh, _mixture, _saved, _unlike
 from tests.quant.nvfp4.statement import Quantized, product, quantized, transformed, words
 from tests.quant.nvfp4.test_products import key_of
 from transaxle.parallel.cutting import ParameterCut, cut_parameters
@@ -132,7 +132,7 @@ def _model(
 ) -> tuple[nn.Module, MasterWeights]:
     """The model that Transaxle quantizes, and cuts: first of the two, or afterwards."""
     model = build(config, seed)
-    for cuts in (True, False) if first else (False, True):
+    for cuts in (first, not first):
         if not cuts:
             quantize_(model, recipe, preserve_high_precision_init=True)
         elif tp > 1:
@@ -191,12 +191,12 @@ def _sharing(rank: int, world: int, config: dict[str, Any]) -> dict[str, float]:
     wanted, found = _stated(config, recipe, {}), dict[str, float]()
     named, kept = dict(wanted.named_parameters()), {name: each for name, _, each in cut_parameters(model)}
     for mine, theirs in zip(_step(model, optimizer, 0), _step(wanted, _optimizer(wanted.parameters()), 0), strict=True):
-        found[f"outputs {tuple(mine.shape)}"] = _off(mine, theirs)
+        found[f"outputs {tuple(mine.shape)}"] = off(mine, theirs)
     for name, parameter in model.named_parameters():
         own, whole = parameter.grad, named[name].grad
         assert own is not None
         assert whole is not None
-        found[name] = _off(local_of(own), _own(whole, kept.get(name)))
+        found[name] = off(local_of(own), _own(whole, kept.get(name)))
     return found
 
 
@@ -205,7 +205,7 @@ def _sharing(rank: int, world: int, config: dict[str, Any]) -> dict[str, float]:
 def test_heads_that_ranks_share(config: dict[str, Any], heads: int, world: int) -> None:
     """The gradient of their keys and values is summed up before it is quantized, and counted once for the input."""
     for found in run(world, _sharing, {**config, "num_key_value_heads": heads}):
-        assert {name: off for name, off in found.items() if not off < ONCE} == {}
+        assert beyond(found, ONCE) == {}
 
 
 def _begin(rank: int, world: int, config: dict[str, Any], kind: str, out: str) -> tuple[list[str], list[float]]:
@@ -261,14 +261,10 @@ def _experts(rank: int, world: int) -> dict[str, float]:
         assert _unlike(cut, named, KIND) == []
         for call in range(2):
             outputs = [model(input_ids=ids, labels=ids) for model in (whole, cut)]
-            found[f"{single} {call} logits"] = _off(outputs[1].logits.detach(), outputs[0].logits.detach())
+            found[f"{single} {call} logits"] = off(outputs[1].logits.detach(), outputs[0].logits.detach())
             for output in outputs:
                 output.loss.backward()
-        for name, parameter, kept in cut_parameters(cut):
-            own, theirs = parameter.grad, named[name].grad
-            assert own is not None
-            assert theirs is not None
-            found[f"{single} {name}"] = _off(local_of(own), kept.take(theirs))
+        found |= {f"{single} {name}": value for name, value in gradients_off(cut, whole).items()}
         assert _unlike(cut, named, KIND) == [], "their random numbers have gone on alike"
     return found
 
@@ -276,4 +272,4 @@ def _experts(rank: int, world: int) -> dict[str, float]:
 def test_experts_that_are_cut() -> None:
     """Grouped layers of one weight, and of one for each expert: outputs, and gradients over two backwards."""
     for found in run(2, _experts):
-        assert {name: off for name, off in found.items() if not off < ONCE} == {}
+        assert beyond(found, ONCE) == {}

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.parallel.models import SIZES, build, tokens, train
+from tests.parallel.models import SIZES, beyond, build, gradients_off, off, shard, tokens, train
 from tests.quant.kinds import raw
 from tests.quant.training import SIX
 from transaxle.errors import TransaxleError
@@ -128,10 +128,6 @@ def _unlike(cut: nn.Module, whole: Mapping[str, Tensor], kind: str, dp: int = 1)
     return found
 
 
-def _off(mine: Tensor, wanted: Tensor) -> float:
-    return float((mine - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-12)
-
-
 def _compare(rank: int, world: int, kind: str) -> dict[str, float]:
     found = {}
     for model, tp in (("llama", 4), ("phi3", 2), ("mixtral", 2)):
@@ -148,12 +144,8 @@ def _compare(rank: int, world: int, kind: str) -> dict[str, float]:
         for output in outputs:
             output.loss.backward()
         assert torch.equal(outputs[1].logits, outputs[2].logits)
-        found[f"{model} logits"] = _off(outputs[1].logits, outputs[0].logits)
-        for name, parameter, kept in cut_parameters(cut):
-            grad, wanted = parameter.grad, named[name].grad
-            assert grad is not None
-            assert wanted is not None
-            found[f"{model} {name}"] = _off(local_of(grad), kept.take(wanted))
+        found[f"{model} logits"] = off(outputs[1].logits, outputs[0].logits)
+        found |= {f"{model} {name}": value for name, value in gradients_off(cut, whole).items()}
     return found
 
 
@@ -162,7 +154,7 @@ def _compare(rank: int, world: int, kind: str) -> dict[str, float]:
 def test_codes_are_those_of_the_whole(kind: str) -> None:
     """In both orders; and what is computed with them is the same up to roundings."""
     for found in run(4, _compare, kind):
-        assert {name: off for name, off in found.items() if not off < ONCE} == {}
+        assert beyond(found, ONCE) == {}
 
 
 def _model(config: dict[str, Any], kind: str, tp: int, *, fsdp: bool, seed: int = 0) -> tuple[nn.Module, MasterWeights]:
@@ -171,19 +163,13 @@ def _model(config: dict[str, Any], kind: str, tp: int, *, fsdp: bool, seed: int 
         tensor_parallel(model, mesh["tp"])
     quantize_(model, SIX[kind], preserve_high_precision_init=True)
     if fsdp:
-        for layer in model.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+        shard(model, mesh["dp"])
     return model, MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-3, eps=1e-4))
 
 
 def _masters(model: nn.Module, optimizer: MasterWeights) -> dict[str, Tensor]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, Tensor] = {}
-    for parameter, state in optimizer.states.items():
-        if "master" in state:
-            found[names[parameter]] = state["master"]
-    return found
+    return {names[one]: state["master"] for one, state in optimizer.states.items() if "master" in state}
 
 
 def _joined(parts: list[Tensor], kept: ParameterCut) -> Tensor:
@@ -226,7 +212,7 @@ def _trained(rank: int, world: int, kind: str, config: dict[str, Any]) -> dict[s
     for n, parameter, kept in cut_parameters(sharded):
         if n in shadows:
             assert whole_shape(parameter) == kept.shape
-            found[n] = _off(local_of(masters[n]), kept.take(wanted[n]))
+            found[n] = off(local_of(masters[n]), kept.take(wanted[n]))
     return found
 
 
@@ -234,7 +220,7 @@ def _trained(rank: int, world: int, kind: str, config: dict[str, Any]) -> dict[s
 @kinds
 def test_training_is_that_of_the_whole(kind: str) -> None:
     for found in run(4, _trained, kind, CONFIGS["mixtral" if kind in ("float8 delayed", "nvfp4") else "phi3"]):
-        assert {name: off for name, off in found.items() if not off < TRAINED} == {}
+        assert beyond(found, TRAINED) == {}
 
 
 def _differing(
@@ -345,9 +331,7 @@ def _by_other_ways(rank: int, world: int, kind: str, out: str) -> None:
         assert "torch's checkpoint would take for the whole" in _refusal(part.__create_chunk_list__)
     empty = tensor_parallel(build(config, 3).to("meta"), mesh)
     quantize_(empty, SIX[kind])
-    for layer in empty.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=_mesh(2)["dp"])
-    fully_shard(empty, mesh=_mesh(2)["dp"])
+    shard(empty, _mesh(2)["dp"])
     tx.load(empty, f"{out}/plain")
     assert _unlike(empty, dict(whole.named_parameters()), kind, dp=2) == []
     empty.bfloat16()
@@ -394,7 +378,7 @@ def _experts(rank: int, world: int, kind: str, out: str) -> dict[str, float]:
                 quantize_(cut, SIX[kind])
             assert _unlike(cut, named, kind) == []
             logits = cut(input_ids=ids).logits
-            found[f"{single} {first}"] = _off(logits.detach(), whole(input_ids=ids).logits.detach())
+            found[f"{single} {first}"] = off(logits.detach(), whole(input_ids=ids).logits.detach())
             logits.square().mean().backward()
             assert all(parameter.grad is not None for parameter in cut.parameters())
             tx.save(cut, f"{out}/{single}-{first}", to="safetensors")
@@ -420,7 +404,7 @@ def _experts(rank: int, world: int, kind: str, out: str) -> dict[str, float]:
 
 def test_grouped_layers(tmp_path: Path) -> None:
     for found in run(4, _experts, "float8_block", str(tmp_path)):
-        assert {name: off for name, off in found.items() if not off < ONCE} == {}
+        assert beyond(found, ONCE) == {}
 
 
 def _refusal(call: Callable[[], object]) -> str:
@@ -442,11 +426,8 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     for name, (config, recipe) in cases.items():
         cut, whole = tensor_parallel(build(config), mesh["tp"]), build(config)
         quantize_(whole, recipe)
-        for order, call in (
-            ("after", partial(quantize_, cut, recipe)),
-            ("before", partial(tensor_parallel, whole, mesh["tp"])),
-        ):
-            found[f"{name}, {order}"] = _refusal(call)
+        found[f"{name}, after"] = _refusal(partial(quantize_, cut, recipe))
+        found[f"{name}, before"] = _refusal(partial(tensor_parallel, whole, mesh["tp"]))
         assert not any(is_quantized(parameter) for parameter in cut.parameters())
         assert not any(is_cut(module) for module in whole.modules())
     rules: Any = {"model.layers.*.mlp.gate_proj": ("column", (128, 256))}
@@ -482,10 +463,8 @@ def test_cuts_through_tiles_are_refused() -> None:
             said = found[f"block, {order}"]
             for each, dim, shape in (("gate", 0, [384, 128]), ("up", 0, [384, 128]), ("down", 1, [128, 384])):
                 assert f"BLOCK_MISALIGNED  model.layers.0.mlp.{each}_proj.weight" in said
-                assert (
-                    f"rank 0 of 2 would get [0, 192) of dim {dim} of {shape}; 192 = 1 x 128 + 64 lies inside a tile"
-                    in said
-                )
+                part = f"rank 0 of 2 would get [0, 192) of dim {dim} of {shape}"
+                assert f"{part}; 192 = 1 x 128 + 64 lies inside a tile" in said
             assert "self_attn" not in said
             assert "give the rows of each rank in the plan" in said
             assert "would get [0, 160) of dim 0 of [640, 128]; 160 = 1 x 128 + 32" in found[f"fused, {order}"]

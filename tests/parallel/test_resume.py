@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.parallel.models import CONFIGS, EVEN, build, train
+from tests.parallel.models import CONFIGS, EVEN, build, shard, train
 from transaxle.parallel.cutting import cut_parameters
 from transaxle.torch_tensors import local_of
 
@@ -36,9 +35,7 @@ def _model(config: dict[str, Any], tp: int, dp: int, *, seed: int = 0, dtensor: 
     if tp > 1:
         tx.parallel.tensor_parallel(model, mesh["tp"], dtensor=dtensor)
     if dp > 1:
-        for layer in model.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+        shard(model, mesh["dp"])
     return model, AdamW(model.parameters(), lr=LR)
 
 
