@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from tests.journeys.trained_models import launched_as
+
 
 @contextmanager
 def launched(rank: int, world: int) -> Iterator[None]:
@@ -28,8 +30,7 @@ def launched(rank: int, world: int) -> Iterator[None]:
             for shared in (AcceleratorState._shared_state, PartialState._shared_state):
                 shared["distributed_type"] = DistributedType.FSDP
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
-    told = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "localhost"} if world > 1 else {}
+    told = launched_as(rank, world) if world > 1 else {}
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         with patch.dict(os.environ, told), patch.object(AcceleratorState, "__init__", with_fsdp):

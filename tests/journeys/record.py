@@ -70,9 +70,10 @@ class Journey:
     steps: list[tuple[str, str]] = field(default_factory=list)
     """Names of `STEPS` with verdicts, in the order in which they were done."""
 
-    def passed(self, step: str) -> None:
-        """Note a step that was done, and whose result was compared as far as there is one."""
-        self._note(step, PASSED)
+    def passed(self, *steps: str) -> None:
+        """Note steps that were done, and whose results were compared as far as there are any."""
+        for step in steps:
+            self._note(step, PASSED)
 
     def equal(self, step: str, ours: torch.Tensor, trainers: torch.Tensor) -> None:
         """Note that logits are those of the trainer; fail if they are not."""

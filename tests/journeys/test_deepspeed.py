@@ -44,9 +44,7 @@ def _launched(rank: int, world: int) -> Iterator[None]:
     from accelerate.utils import DistributedType
     from transformers import training_args
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
-    told = {name: str(value) for name, value in place.items()}
-    os.environ |= {**told, "MASTER_ADDR": "localhost", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {**models.launched_as(rank, world), "DS_ACCELERATOR": "cpu"}
     gloo_alone()
     with (
         quiet(),
@@ -62,10 +60,8 @@ def _trainer(folder: Path, stage: int, dtype: str, steps: int, **said: Any) -> A
     config = {
         **dict.fromkeys(_AUTO, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage}, **said,
     }  # fmt: skip
-    args = TrainingArguments(
-        output_dir=str(folder / f"run-{steps}"), max_steps=steps, learning_rate=models.LR, report_to=[],
-        disable_tqdm=True, deepspeed=config, bf16=dtype == BF16, lr_scheduler_type="constant",
-    )  # fmt: skip
+    told = models.settings(folder / f"run-{steps}", steps, bf16=dtype == BF16, lr_scheduler_type="constant")
+    args = TrainingArguments(**told, deepspeed=config)
     return Trainer(model=models.loaded(folder / "hub"), args=args, train_dataset=models.rows())
 
 
@@ -104,8 +100,7 @@ CASES = [
 def test_zero(journey: Journey, model_type: str, stage: int, dtype: str, tmp_path: Path) -> None:
     hub = models.hub_folder(model_type, tmp_path / "hub")
     (wanted, refused), _ = _on_ranks(_train, str(tmp_path), stage, dtype)
-    for step in ("load", "train", "save"):
-        journey.passed(step)
+    journey.passed("load", "train", "save")
     with journey.refused("live save", "UNSUPPORTED"):
         models.again(refused)
     checkpoint = tmp_path / f"run-{models.STEPS}/checkpoint-3"

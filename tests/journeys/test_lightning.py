@@ -73,9 +73,7 @@ def _fitted(world: int, out: Path, steps: int, module: Any, resume: str = "") ->
 def _join(rank: int, world: int) -> None:
     """Let Lightning use the process group that is there; one process has none."""
     if world > 1:
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
-        os.environ |= {name: str(value) for name, value in told.items()}
-        os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "tests"}
+        os.environ |= {**models.launched_as(rank, world), "TORCHELASTIC_RUN_ID": "tests"}
 
 
 def _train(rank: int, world: int, folder: str) -> tuple[models.Tensors, torch.Tensor]:

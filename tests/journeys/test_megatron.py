@@ -121,8 +121,7 @@ def test_training_code(journey: Journey, name: str, runs: Runs, tmp_path: Path) 
     journey.version = VERSION
     case, folder = CASES[name], runs[name]
     ranks = [torch.load(folder / "out-run" / peer.RANK.format(rank)) for rank in range(case.ranks)]
-    for step in ("convert", "load"):
-        journey.passed(step)
+    journey.passed("convert", "load")
     for found in ranks:
         first, held = found["first"]["parameters"], found["held"]["parameters"]
         still = models.unmoved(first, held)
@@ -131,8 +130,7 @@ def test_training_code(journey: Journey, name: str, runs: Runs, tmp_path: Path) 
         biases = [value for buffer, value in found["buffers"].items() if buffer.endswith("expert_bias")]
         assert all(value.abs().max() > 0 for value in biases)
         assert bool(biases) == (case.model_type == "deepseek_v3" or bool(case.refused))
-    journey.passed("train")
-    journey.passed("save")
+    journey.passed("train", "save")
     if case.refused:
         with journey.refused("back", "UNEXPECTED_TENSOR", case.refused):
             _to_hub(folder, RUN, models.STEPS + 1, tmp_path / "back")

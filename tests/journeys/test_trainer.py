@@ -29,10 +29,7 @@ CHECKPOINT = f"checkpoint-{models.STEPS}"
 def _trainer(model: Any, folder: Path, rows: Any = None, **said: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    args = TrainingArguments(
-        output_dir=str(folder), max_steps=models.STEPS, learning_rate=models.LR, use_cpu=True, report_to=[],
-        disable_tqdm=True, **said,
-    )  # fmt: skip
+    args = TrainingArguments(**models.settings(folder, use_cpu=True, **said))
     return Trainer(model=model, args=args, train_dataset=rows or models.rows())
 
 
@@ -52,10 +49,8 @@ def test_one_process(journey: Journey, model_type: str, tmp_path: Path) -> None:
         trainer.train()
     buffers = [name for name in before if name not in dict(model.named_parameters(remove_duplicate=False))]
     assert models.unmoved(before, models.whole(model)) == buffers  # it moves none
-    journey.passed("train")
-    checkpoint = tmp_path / "run" / CHECKPOINT
-    journey.passed("save")
-    wanted = models.logits(model)
+    journey.passed("train", "save")
+    checkpoint, wanted = tmp_path / "run" / CHECKPOINT, models.logits(model)
 
     tx.convert(checkpoint, tmp_path / "back", to="hf", sync=False)
     journey.passed("back")
@@ -117,8 +112,7 @@ def test_images_and_texts(journey: Journey, model_type: str, changes: dict[str, 
     still = models.unmoved(before, models.whole(model))
     assert still
     assert all("vision" in name for name in still)
-    journey.passed("train")
-    journey.passed("save")
+    journey.passed("train", "save")
     wanted = _seen(model, rows)
     tx.convert(tmp_path / "run" / CHECKPOINT, tmp_path / "back", to="hf", sync=False)
     journey.passed("back")

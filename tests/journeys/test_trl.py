@@ -39,10 +39,7 @@ def _trained(hub: Path, folder: Path, **said: Any) -> Any:
 
     texts = [{"text": " ".join(f"w{token}" for token in row["input_ids"])} for row in models.rows()]
     with quiet():
-        args = SFTConfig(
-            output_dir=str(folder), max_steps=models.STEPS, learning_rate=models.LR, use_cpu=True, report_to=[],
-            disable_tqdm=True,
-        )  # fmt: skip
+        args = SFTConfig(**models.settings(folder, use_cpu=True))
         trainer = SFTTrainer(model=str(hub), args=args, train_dataset=Dataset.from_list(texts), **said)
         trainer.train()
     return trainer
@@ -69,10 +66,8 @@ def test_sft(journey: Journey, model_type: str, tmp_path: Path) -> None:
     trainer = _trained(hub, tmp_path / "run")
     journey.passed("load")
     assert models.unmoved(before, models.whole(trainer.model)) == []
-    journey.passed("train")
-    checkpoint = tmp_path / "run" / f"checkpoint-{models.STEPS}"
-    journey.passed("save")
-    wanted = _logits(trainer)
+    journey.passed("train", "save")
+    checkpoint, wanted = tmp_path / "run" / f"checkpoint-{models.STEPS}", _logits(trainer)
     tx.convert(checkpoint, tmp_path / "back", to="hf", sync=False)
     journey.passed("back")
     journey.equal("logits", models.logits(models.loaded(tmp_path / "back")), wanted)
@@ -91,8 +86,7 @@ def test_sft_of_an_adapter(journey: Journey, model_type: str, tmp_path: Path) ->
 
     hub = _hub(model_type, tmp_path / "hub")
     trainer = _trained(hub, tmp_path / "run", peft_config=LoraConfig())
-    for step in ("load", "train", "save"):
-        journey.passed(step)
+    journey.passed("load", "train", "save")
     wanted = _logits(trainer)
     assert (wanted - models.logits(models.loaded(hub))).abs().max() > 1e-4 * wanted.abs().max()
     tx.convert(hub, tmp_path / "merged", to="hf", merge=tmp_path / f"run/checkpoint-{models.STEPS}", sync=False)

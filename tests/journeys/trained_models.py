@@ -36,6 +36,24 @@ _TITAN = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
 _ALL = ("hf", "dcp", "torch", "deepspeed-universal", "safetensors:transformers", "safetensors:automodel", "torch_dist")
 
 
+def settings(folder: Path, steps: int = STEPS, **said: Any) -> dict[str, Any]:
+    """What transformers' Trainer, and TRL's, are told."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "learning_rate": LR,
+        "report_to": [],
+        "disable_tqdm": True,
+        **said,
+    }
+
+
+def launched_as(rank: int, world: int) -> dict[str, str]:
+    """The environment in which launchers start a rank."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
+    return {"MASTER_ADDR": "localhost", **{name: str(value) for name, value in place.items()}}
+
+
 def rows(count: int = 64) -> list[dict[str, list[int]]]:
     """Texts to train on, of tokens that every vocabulary has; the first few, which may be special, are left out."""
     texts = [[4 + (7 * row + 3 * place * place) % (_TOKENS - 4) for place in range(LENGTH)] for row in range(count)]
@@ -48,15 +66,7 @@ def batch(count: int = 4) -> Tensors:
 
 
 def hub_folder(model_type: str, folder: Path, *, ahead: int = 0, **changes: Any) -> Path:
-    """Store a model whose parameters and buffers are all random.
-
-    Args:
-        model_type: of the model.
-        folder: where to.
-        ahead: number of layers that predict tokens further ahead, which transformers stores as ordinary ones, and here
-            get what stands in front of and behind them.
-        changes: values of its config.
-    """
+    """Store a model whose parameters and buffers are all random, perhaps with layers that predict further ahead."""
     if ahead:
         return _with_layers_ahead(model_type, folder, ahead, changes)
     model = wrappers.build(model_type, **{**_CHANGES.get(model_type, {}), **changes})
@@ -142,17 +152,7 @@ def targets(model_type: str) -> tuple[str, ...]:
 def goes_on(
     journey: Journey, folder: Path, saved: Path, hub: Path, wanted: Tensors, optimizer_of: Any, formats: Iterable[str]
 ) -> None:
-    """Convert a checkpoint with its optimizer, load each result into a new model, and make the next step.
-
-    Args:
-        journey: notes the steps.
-        folder: where files go.
-        saved: the checkpoint, with the state of its optimizer.
-        hub: the checkpoint that the run began with: all of its values are replaced.
-        wanted: what the run that never stopped has after that step.
-        optimizer_of: makes a new optimizer of a model.
-        formats: to convert it to.
-    """
+    """Convert a checkpoint with its optimizer, load each result into a model of the hub, and make the `wanted` step."""
     for to in formats:
         there = folder / to.replace(":", "-")
         config = None if (saved / "config.json").exists() else hub / "config.json"
@@ -180,20 +180,14 @@ def carried(journey: Journey, source: Path, wanted: Path, there: Path, **said: A
 def returns_to_the_hub(
     journey: Journey, folder: Path, values: Mapping[str, torch.Tensor], wanted: torch.Tensor, checkpoint: Path
 ) -> None:
-    """Check what a trainer has made of `folder / "hub"`: its own checkpoint, and what `tx.save` wrote to `live`.
+    """Check a trainer's own checkpoint of what began as `folder / "hub"`, and what `tx.save` wrote to `live`.
 
-    Args:
-        journey: notes the steps.
-        folder: has both of them; what is converted goes there as well.
-        values: state of the trained model, in which every parameter has moved.
-        wanted: its logits.
-        checkpoint: saved by the trainer.
+    `values` are the state of the trained model, in which every parameter has moved, and `wanted` its logits.
     """
     before = loaded(folder / "hub")
     parameters = dict(before.named_parameters(remove_duplicate=False))
     assert not set(unmoved(whole(before), values)) & parameters.keys()
-    for step in ("load", "train", "save", "live save"):
-        journey.passed(step)
+    journey.passed("load", "train", "save", "live save")
     journey.equal("logits", logits(loaded(folder / "live")), wanted)
     tx.convert(checkpoint, folder / "back", to="hf", config=folder / "hub/config.json", sync=False)
     journey.passed("back")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -118,6 +118,15 @@ def warm_up(step: Callable[[], object]) -> None:
     torch.cuda.current_stream().wait_stream(side)
 
 
+class Graphs(list[Any]):
+    """A backend of torch's compiler that keeps the graphs it is given, and runs them as they are."""
+
+    def __call__(self, graph: Any, _: Any) -> Any:
+        """Return what runs."""
+        self.append(graph)
+        return graph.forward
+
+
 class Unreadable(torch.Tensor):
     """Numbers that stay on their device: whatever is computed from them is unreadable too, and reading raises.
 
@@ -157,6 +166,15 @@ class Unreadable(torch.Tensor):
         if func._schema.is_mutable:
             return args[0]
         return tree_map(lambda one: cls(one) if isinstance(one, torch.Tensor) else one, made)
+
+
+def stacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict with the experts of each buffer in one tensor, whatever its form was."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, value in state.items():
+        before, dot, last = name.rpartition(".")
+        parts.setdefault(f"{before}{dot}{''.join(c for c in last if not c.isdigit())}", []).append(value)
+    return {name: experts[0] if len(experts) == 1 else torch.stack(experts) for name, experts in parts.items()}
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

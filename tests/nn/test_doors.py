@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.nn.layers import EXPERTS, FORMS, SPLITS, forms, layer, rows
+from tests.nn.layers import EXPERTS, FORMS, SPLITS, forms, layer, rows, stacked
 from tests.quant.kinds import KINDS, MORE, raw
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
@@ -155,17 +155,8 @@ def _experts(count: int = EXPERTS, **said: Any) -> State:
     return state
 
 
-def _packed(state: State) -> State:
-    """The same with the experts of each buffer in one tensor: the oracle."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    for name, value in state.items():
-        before, dot, last = name.rpartition(".")
-        parts.setdefault(f"{before}{dot}{''.join(c for c in last if not c.isdigit())}", []).append(value)
-    return {name: held[0] if "norm" in name else torch.stack(held) for name, held in parts.items()}
-
-
 def _unpacked(state: State) -> State:
-    """The reverse."""
+    """A state dict with the experts of each buffer in one tensor, taken apart."""
     found: State = {}
     for name, value in state.items():
         stem, _, rest = name.removeprefix(AT).partition("_")
@@ -174,21 +165,17 @@ def _unpacked(state: State) -> State:
     return found
 
 
-def _codes(error: TransaxleError) -> set[str]:
-    return {refusal.code for refusal in error.refusals}
-
-
 @doors
 @forms
 def test_another_number_of_experts_is_refused_naming_both(door: str, form: str, tmp_path: Path) -> None:
     for number, count in enumerate((EXPERTS - 1, EXPERTS + 1)):
         for error in _refused(door, form, _experts(count), tmp_path / f"{number}"):
-            assert _codes(error) == {"SHAPE_MISMATCH"}
+            assert {refusal.code for refusal in error.refusals} == {"SHAPE_MISMATCH"}
             assert sorted(str(refusal.where) for refusal in error.refusals) == [f"{AT}bias", f"{AT}weight"]
             assert all(f"has {count} experts, the layer {EXPERTS}" in one.message for one in error.refusals)
             assert all(one.hint for one in error.refusals)
-        for error in _refused(door, form, _packed(_experts(count)), tmp_path / f"packed {number}"):
-            assert _codes(error) == {"SHAPE_MISMATCH"}
+        for error in _refused(door, form, stacked(_experts(count)), tmp_path / f"packed {number}"):
+            assert {refusal.code for refusal in error.refusals} == {"SHAPE_MISMATCH"}
             said = str(error)
             shapes = f"[{EXPERTS}, 24, 16]" in said and f"[{count}, 24, 16]" in said
             assert f"has {count} experts, the layer {EXPERTS}" in said or shapes
@@ -214,8 +201,8 @@ def test_some_of_the_experts_are_refused_naming_those_that_lack(door: str, form:
 def test_both_forms_are_accepted_where_they_are_equal(door: str, form: str, tmp_path: Path) -> None:
     said = _quantized("mxfp8")
     state = _experts(**said)
-    wanted = state if form == "experts" else _packed(state)
-    both = {**state, **_packed(state)}
+    wanted = state if form == "experts" else stacked(state)
+    both = {**state, **stacked(state)}
     some = {name: value for name, value in both.items() if "1" not in name.rpartition(".")[2]}
     for given, path in ((both, "both"), (some, "some")):
         _same(_load(door, form, given, tmp_path / path, **said).state_dict(), wanted)
@@ -245,7 +232,7 @@ def _quantized(kind: str) -> dict[str, Any]:
 @forms
 def test_experts_below_each_other_and_biases_as_columns(door: str, form: str, tmp_path: Path) -> None:
     state = _experts()
-    packed = _packed(state)
+    packed = stacked(state)
     weight, bias = packed[f"{AT}weight"], packed[f"{AT}bias"]
     for number, biases in enumerate((bias, bias[:, None], bias.reshape(-1))):
         given = OrderedDict({**packed, f"{AT}weight": weight.flatten(0, 1), f"{AT}bias": biases.clone()})
@@ -257,12 +244,12 @@ def test_experts_below_each_other_and_biases_as_columns(door: str, form: str, tm
         assert [refusal.message for refusal in error.refusals] == ["the checkpoint has 3 experts, the layer 4"] * 2
     said = _quantized("mxfp8")
     state = _experts(**said)
-    below = {name: value if "norm" in name else value.flatten(0, 1) for name, value in _packed(state).items()}
+    below = {name: value if "norm" in name else value.flatten(0, 1) for name, value in stacked(state).items()}
     made = _load(door, form, below, tmp_path / "codes", **said)
-    _same(made.state_dict(), state if form == "experts" else _packed(state))
+    _same(made.state_dict(), state if form == "experts" else stacked(state))
     if door != "planner":  # it converts nothing
         plain, said = {**said, "recipe": None}, {**said, "recipe": KINDS["nvfp4"]}
-        state = _packed(_experts(**plain))
+        state = stacked(_experts(**plain))
         below = {name: value if "norm" in name else value.flatten(0, 1) for name, value in state.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that values are quantized
@@ -290,7 +277,7 @@ def test_what_transformer_engine_keeps_beside_is_never_opened(door: str, form: s
     ):
         given = {**state, f"{AT}_extra_state": extra}
         made = _load(door, form, given, tmp_path / f"{number}")
-        _same(made.state_dict(), state if form == "experts" else _packed(state))
+        _same(made.state_dict(), state if form == "experts" else stacked(state))
     assert not ran.exists()
 
 
@@ -304,7 +291,7 @@ def test_histories_of_scaling_are_left_aside_or_begin_anew(door: str, single: bo
     for stored in FORMS:
         for number, (there, here) in enumerate(((delayed, current), (current, delayed))):
             state = Model(stored, 1, **there).held()
-            wanted = state if stored == form else (_packed(state) if single else _unpacked(state))
+            wanted = state if stored == form else (stacked(state) if single else _unpacked(state))
             found = _load(door, form, state, tmp_path / f"{number} {stored}", **here).held()
             history = {name: found.pop(name) for name in list(found) if name not in wanted}
             assert len(history) == (0 if here is current else 2 if single else 2 * EXPERTS)
@@ -312,7 +299,7 @@ def test_histories_of_scaling_are_left_aside_or_begin_anew(door: str, single: bo
             _same(found, {name: wanted[name] for name in found})
         longer = {**delayed, "recipe": DelayedScaling(length=8)}
         for error in _refused(door, form, Model(stored, 1, **longer).held(), tmp_path / f"long {stored}", **delayed):
-            assert _codes(error) == {"SHAPE_MISMATCH"}
+            assert {refusal.code for refusal in error.refusals} == {"SHAPE_MISMATCH"}
             assert "amax_history" in str(error)
 
 
@@ -357,7 +344,7 @@ def test_a_layer_loads_its_own_checkpoint_in_every_configuration(kind: str, tmp_
 @forms
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_state_dict_that_is_filled_stays_the_dict_it_was(form: str, packed: bool, tmp_path: Path) -> None:
-    stored = _packed(_experts()) if packed else _experts()
+    stored = stacked(_experts()) if packed else _experts()
     save_file(stored, tmp_path / "state.safetensors")
     state = Model(form, 9).state_dict()
     kept, told = dict(state), dict(state._metadata)  # type: ignore[attr-defined]
@@ -366,21 +353,21 @@ def test_a_state_dict_that_is_filled_stays_the_dict_it_was(form: str, packed: bo
         assert list(state) == list(kept)
         assert all(state[name] is value for name, value in kept.items())
         assert state._metadata == told  # type: ignore[attr-defined]
-        _same(state, _packed(_experts()) if form == "packed" else _experts())
+        _same(state, stacked(_experts()) if form == "packed" else _experts())
 
 
 @forms
 def test_what_else_lacks_is_no_reason_to_leave_experts_out(form: str, tmp_path: Path) -> None:
     """Without `strict`, names that only one side has do not keep grouped layers from being read in the other form."""
     state = _experts()
-    stored = _packed(state) if form == "experts" else state
+    stored = stacked(state) if form == "experts" else state
     del stored["norm.weight"]
     save_file({**stored, "other": torch.ones(3)}, tmp_path / "state.safetensors")
     made = Model(form, 9)
     report = tx.load(made, tmp_path / "state.safetensors", strict=False)
     assert report.missing == ("norm.weight",)
     assert report.unexpected == ("other",)
-    wanted = {**(state if form == "experts" else _packed(state)), "norm.weight": Model(form, 9).norm.weight.detach()}
+    wanted = {**(state if form == "experts" else stacked(state)), "norm.weight": Model(form, 9).norm.weight.detach()}
     _same(made.state_dict(), wanted)
     with pytest.raises(TransaxleError) as caught:
         tx.load(made, tmp_path / "state.safetensors")
@@ -391,7 +378,7 @@ def _shared_out(rank: int, world: int, path: str) -> None:
     """Each rank has two of four experts: all ranks together see other counts, both forms fill the right parts."""
     mesh = init_device_mesh("cpu", (world,))
     state = _experts()
-    both = {**state, **_packed(state)}
+    both = {**state, **stacked(state)}
     given = {
         "one": state,
         "more": _experts(EXPERTS + 1),
@@ -414,7 +401,7 @@ def _shared_out(rank: int, world: int, path: str) -> None:
                 _by_planner(made, {}, at["conflict"], True)
         _same(_local(made.state_dict()), _local(before))
         _by_planner(made, {}, at["both" if form == "packed" else "one"], True)
-        wanted = state if form == "experts" else _packed(state)
+        wanted = state if form == "experts" else stacked(state)
         found = made.state_dict()
         for name, value in found.items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -12,7 +12,7 @@ from torch import nn
 
 import transaxle as tx
 from tests import checkpoints
-from tests.nn.layers import layer
+from tests.nn.layers import layer, stacked
 from tests.quant.kinds import MORE, raw
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear, accept_layouts, experts_as
@@ -129,12 +129,11 @@ def test_a_module_loads_any_layout(layout: str, single: bool, assign: bool) -> N
 
 
 def test_another_number_of_experts_is_refused_in_every_layout() -> None:
-    for layout, state in _layouts().items():
+    for state in _layouts().values():
         made = Experts(single=True)
         made.linear_fc1 = GroupedLinear(E + 1, D, 2 * F, bias=False)
         with pytest.raises(TransaxleError, match=f"has {E} experts, the layer {E + 1}"):
             made.load_state_dict(state, strict=False)
-        assert layout
 
 
 # Grouped layers and files: `transaxle.load` and the DCP planner read either form, and other frameworks' too.
@@ -160,22 +159,6 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(64)
 
 
-def _stacked(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The bytes of a state dict by the packed form's names: what is per expert is stacked here."""
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        before, dot, last = name.rpartition(".")
-        whole = "".join(c for c in last if not c.isdigit())
-        found.setdefault(f"{before}{dot}{whole}", []).append(value)
-    return {name: raw(held[0] if len(held) == 1 else torch.stack(held)) for name, held in found.items()}
-
-
-def _same_checkpoints(one: nn.Module, two: nn.Module) -> None:
-    first, second = _stacked(one.state_dict()), _stacked(two.state_dict())
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value.view(-1), second[name].view(-1)) for name, value in first.items())
-
-
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize(("form", "kind"), CASES)
 def test_transaxle_load_reads_either_form(
@@ -191,26 +174,20 @@ def test_transaxle_load_reads_either_form(
     assert report.bytes_written == report.bytes_needed == report.bytes_read
     assert not report.missing
     assert not report.unexpected
-    _same_checkpoints(made, source)
+    first, second = stacked(made.state_dict()), stacked(source.state_dict())
+    assert first.keys() == second.keys()
+    assert all(torch.equal(raw(value), raw(second[name])) for name, value in first.items())
 
 
-class Megatron(nn.Module):
+def _megatron(single: bool) -> Any:
     """A Qwen3-MoE's experts under the names of megatron-core, in grouped layers."""
-
-    def __init__(self, single: bool) -> None:
-        super().__init__()
-        d, f, e = SIZES["hidden_size"], SIZES["moe_intermediate_size"], SIZES["num_experts"]
-        said: dict[str, Any] = {"bias": False, "single_grouped_weight": single, "params_dtype": torch.bfloat16}
-
-        def experts() -> nn.ModuleDict:
-            return nn.ModuleDict(
-                {"linear_fc1": GroupedLinear(e, d, 2 * f, **said), "linear_fc2": GroupedLinear(e, f, d, **said)}
-            )
-
-        layers = [
-            nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts()})}) for _ in range(SIZES["num_hidden_layers"])
-        ]
-        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    d, f, e = SIZES["hidden_size"], SIZES["moe_intermediate_size"], SIZES["num_experts"]
+    said: dict[str, Any] = {"bias": False, "single_grouped_weight": single, "params_dtype": torch.bfloat16}
+    layers = nn.ModuleList()
+    for _ in range(SIZES["num_hidden_layers"]):
+        linears = {"linear_fc1": GroupedLinear(e, d, 2 * f, **said), "linear_fc2": GroupedLinear(e, f, d, **said)}
+        layers.append(nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.ModuleDict(linears)})}))
+    return nn.ModuleDict({"decoder": nn.ModuleDict({"layers": layers})})
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -221,10 +198,10 @@ def test_other_frameworks_in_one_step(dialect: str, single: bool, tmp_path: Path
     held = {name: torch.from_numpy(value.view("int16")) for name, value in checkpoints.read(source).items()}
     if dialect != "hf":
         tx.convert(source, tmp_path / "other", to=f"safetensors:{dialect}")
-    made = Megatron(single)
+    made = _megatron(single)
     tx.load(made, tmp_path / ("hf" if dialect == "hf" else "other"), strict=False, config=checkpoints.CONFIG)
     for number in range(SIZES["num_hidden_layers"]):
-        experts: Any = made.decoder["layers"][number]["mlp"]["experts"]  # type: ignore[index]
+        experts: Any = made["decoder"]["layers"][number]["mlp"]["experts"]
         for e in range(SIZES["num_experts"]):
             parts = [
                 held[f"model.layers.{number}.mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import transaxle as tx
 from tests.cuda import nothing_waits
 from tests.live.ranks import run
+from tests.nn.layers import Graphs, grad_of
 from tests.oracles import hub
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear, MoE, experts_as
@@ -65,8 +66,7 @@ def _gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     own = x.detach().requires_grad_()
     made = model(own)
     made.backward(_tokens(*x.shape[:-1], seed=2).detach())
-    assert own.grad is not None
-    found = {"output": made.detach(), "input": own.grad}
+    found = {"output": made.detach(), "input": grad_of(own)}
     grads = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     return found | experts_as(grads, "transformers", prefix="experts.")
 
@@ -74,15 +74,19 @@ def _gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_it_equals_the_block_of_transformers(packed: bool, normed: bool) -> None:
+    """Experts without tokens have gradients of zeros; no tokens are no output."""
     theirs = _block(norm_topk_prob=normed)
     ours = _mixture(norm_topk_prob=normed, single_grouped_weight=packed)
     ours.load_state_dict(theirs.state_dict())
-    x = _tokens(3, 7)
-    wanted, found = _gradients(theirs, x), _gradients(ours, x)
-    assert set(wanted) == {"output", "input", *WEIGHTS}
-    assert wanted.keys() == found.keys()
-    for name, one in wanted.items():
-        torch.testing.assert_close(found[name], one, **CLOSE)
+    for x in (_tokens(3, 7), _tokens(1, 1)):
+        wanted, found = _gradients(theirs, x), _gradients(ours, x)
+        assert wanted.keys() == found.keys() == {"output", "input", *WEIGHTS}
+        torch.testing.assert_close(found, wanted, **CLOSE)
+    empty = _gradients(ours, _tokens(2, 0))
+    assert empty["output"].shape == empty["input"].shape == (2, 0, WIDTH)
+    assert all(not empty[name].any() for name in WEIGHTS)
+    x = _tokens(3, 7).detach().bfloat16()
+    torch.testing.assert_close(ours.bfloat16()(x), theirs.bfloat16()(x), rtol=3e-2, atol=3e-2)
 
 
 def test_shared_experts_are_added() -> None:
@@ -95,26 +99,6 @@ def test_shared_experts_are_added() -> None:
     )
     x = _tokens(3, 7)
     torch.testing.assert_close(ours(x), theirs(x) + beside(x), **CLOSE)
-
-
-def test_few_tokens_and_none() -> None:
-    """Experts without tokens have gradients of zeros; no tokens are no output."""
-    theirs, ours = _block(), _mixture()
-    ours.load_state_dict(theirs.state_dict())
-    x = _tokens(1, 1)
-    wanted, found = _gradients(theirs, x), _gradients(ours, x)
-    for name, one in wanted.items():
-        torch.testing.assert_close(found[name], one, **CLOSE)
-    empty = _gradients(ours, _tokens(2, 0))
-    assert empty["output"].shape == empty["input"].shape == (2, 0, WIDTH)
-    assert all(not empty[name].any() for name in WEIGHTS)
-
-
-def test_bfloat16() -> None:
-    theirs, ours = _block().bfloat16(), _mixture(params_dtype=torch.bfloat16)
-    ours.load_state_dict(theirs.state_dict())
-    x = _tokens(3, 7).detach().bfloat16()
-    torch.testing.assert_close(ours(x), theirs(x), rtol=3e-2, atol=3e-2)
 
 
 def test_the_order_of_rows() -> None:
@@ -130,14 +114,8 @@ def test_the_order_of_rows() -> None:
 def test_the_host_reads_nothing() -> None:
     """One graph serves all routes: a value that the host reads would break it."""
     torch._dynamo.reset()
-    ours = _mixture(single_grouped_weight=True)
-    graphs = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(ours, fullgraph=True, backend=backend)
+    ours, graphs = _mixture(single_grouped_weight=True), Graphs()
+    compiled = torch.compile(ours, fullgraph=True, backend=graphs)
     for seed in (1, 2):
         x = _tokens(3, 7, seed=seed).detach()
         with torch.no_grad():
@@ -217,17 +195,12 @@ def _compare(rank: int, whole: nn.Module, ours: nn.Module, rows: list[int], own:
     wanted.backward(grad)
     found.backward(grad.split(rows)[rank])
     torch.testing.assert_close(found, wanted.split(rows)[rank], **CLOSE)
-    assert every.grad is not None
     if x.requires_grad:
-        torch.testing.assert_close(x.grad, every.grad.split(rows)[rank], **CLOSE)
-    router = ours.get_parameter("gate.weight").grad
-    assert router is not None
-    dist.all_reduce(router)
-    grads = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
+        torch.testing.assert_close(x.grad, grad_of(every).split(rows)[rank], **CLOSE)
+    dist.all_reduce(grad_of(ours.get_parameter("gate.weight")))
+    grads = {name: grad_of(one) for name, one in whole.named_parameters()}
     for name, one in _slices(grads, ours, own).items():
-        mine = ours.get_parameter(name).grad
-        assert mine is not None
-        torch.testing.assert_close(_local(mine), one, **CLOSE)
+        torch.testing.assert_close(_local(grad_of(ours.get_parameter(name))), one, **CLOSE)
     with torch.inference_mode():
         torch.testing.assert_close(ours(x), found.detach(), **CLOSE)
 
@@ -318,10 +291,9 @@ def _idle(rank: int, world: int) -> list[str]:
                 if gradient is None:
                     assert packed, name
                     continue
-                expected = alone.get_parameter(name).grad
-                assert expected is not None
+                expected = grad_of(alone.get_parameter(name)) * (2 if "experts" in name else 1)
                 whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                torch.testing.assert_close(whole, expected * (2 if "experts" in name else 1), **CLOSE)
+                torch.testing.assert_close(whole, expected, **CLOSE)
     return found
 
 

@@ -14,6 +14,7 @@ from tests.nn.layers import (
     ROWS,
     SINGLE,
     SPLITS,
+    Graphs,
     assert_close,
     expected,
     grad_of,
@@ -131,15 +132,6 @@ def test_ten_steps_with_changing_splits_compile_once(said: dict[str, Any], break
         seen.append(len(graphs))
     assert seen == [breaks + 1] * 10
     assert len(torch._dynamo.utils.counters["graph_break"]) == breaks  # told for the layer and for what is around it
-
-
-class Graphs(list[Any]):
-    """A backend that keeps the graphs it is given, and runs them as they are."""
-
-    def __call__(self, graph: Any, _: Any) -> Any:
-        """Return what runs."""
-        self.append(graph)
-        return graph.forward
 
 
 @pytest.fixture(autouse=True)

@@ -109,15 +109,9 @@ def own(config: Config) -> Any | None:
 
 
 def held(config: Config, stored: Tensors, trained: Any) -> Tensors:
-    """What Automodel's `ModelState` says that its model of this config.json holds, once it holds these HF tensors.
+    """What Automodel's `ModelState` says that its model of a config.json holds, once it holds these HF tensors.
 
-    Args:
-        config: the config.json.
-        stored: the HF tensors beside it.
-        trained: transformers' model of them, which Automodel trains where it has none of its own.
-
-    Raises:
-        RuntimeError: the adapter gives other names or shapes than the model has.
+    `trained` is transformers' model of them, which Automodel trains where it has none of its own.
     """
     model = own(config)
     with _undisturbed():

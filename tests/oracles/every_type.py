@@ -53,7 +53,9 @@ def outcome(model_type: str) -> tuple[str, str]:
             if not entries:
                 rules = Path(folder, "derived.rules")
                 rules.write_text(from_transformers(model_type).text, "utf-8")
+            types = {each for entry in entries for each in entry.model_types}
             for number, model in enumerate(models):
+                assert not entries or model.config.model_type in types
                 both_ways(model, Path(folder, str(number)), rules=rules)
         except TransaxleError as error:
             return table, PEER + _FAULTS[model_type] if model_type in _FAULTS else _short(error)

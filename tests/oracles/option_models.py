@@ -152,18 +152,10 @@ def _stacked(native: Tensors, *, layers: bool) -> Tensors:
 
 
 def relaid(values: Tensors, where: Places, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """Move the elements of the hub's tensors to where another dialect has them.
+    """Move elements of the hub's tensors, of which some may be missing, to where another dialect has them.
 
-    Args:
-        values: the hub's names -> values; not every tensor must be there.
-        where: what `places` gives.
-        shapes: of all of the hub's tensors, in the order in which their elements are counted.
-
-    Returns:
-        stored name -> values; not those of which elements are missing.
-
-    Raises:
-        MixedTypesError: a tensor would be of values of several types.
+    `shapes` are those of all, in the order in which elements are counted. What lacks elements is left out; a tensor of
+    several types raises MixedTypesError.
     """
     sizes = [shape.numel() for shape in shapes.values()]
     owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

@@ -114,13 +114,7 @@ def _leaves_none(pair: Pair, factors: Mapping[str, Sequence[str]], excluded: set
 def covering(factors: Mapping[str, Sequence[str]], excluded: frozenset[Pair], seed: int) -> list[dict[str, str]]:
     """Rows that have every pair which is not excluded, and no excluded one; the same for the same seed.
 
-    Args:
-        factors: factor -> its values.
-        excluded: pairs that no row may have.
-        seed: of the order in which factors and values are tried.
-
-    Raises:
-        ValueError: a pair that is not excluded fits no row, since each way to complete it has an excluded pair.
+    Raises ValueError where each way to complete a pair has an excluded one.
     """
     order = random.Random(seed)
     missing = dict.fromkeys(allowed(factors, excluded))

@@ -42,12 +42,7 @@ _OF_MODULE = ("layer_norm_weight", "weight", "bias")
 
 
 def read(container: str, path: Path) -> Tensors:
-    """Read every tensor of a checkpoint; the optimizer's state as `optim/PARAMETER/STATE`.
-
-    Args:
-        container: a format, or `one file` or `pt`.
-        path: folder or file.
-    """
+    """Read every tensor of a checkpoint; the optimizer's state as `optim/PARAMETER/STATE`."""
     if container == "safetensors":
         return {name: value for file in sorted(path.rglob("*.safetensors")) for name, value in load_file(file).items()}
     if container == "one file":

@@ -148,11 +148,7 @@ def adapter(model: Truth, folder: Path) -> Tensors:
 
 
 def wanted(row: Row, source: Source, changes: Tensors) -> Wanted:
-    """What a conversion has to write.
-
-    Raises:
-        MustRefuseError: nothing is exact: codes under two scales, or one tensor of two types.
-    """
+    """What a conversion has to write; MustRefuseError where nothing is exact: two scales, or a tensor of two types."""
     shapes, where = source.model.shapes, target_places(row, source)
     tp = 1 if row["tp"] == NONE else int(row["tp"])
     values, changed = _values(row, source, changes)
@@ -453,16 +449,9 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def problems(row: Row, source: Source, work: Path, *, clashes: bool = False) -> tuple[str, list[str]]:
-    """Carry a row out and compare what it wrote.
+    """Carry a row out in a new folder; return the code of a refusal, and all that is wrong with what was written.
 
-    Args:
-        row: the options.
-        source: what is converted.
-        work: a new folder.
-        clashes: two of the options do not go together, so that there may be nothing to write.
-
-    Returns:
-        the code of the refusal, or nothing; and everything that is wrong.
+    `clashes`: two of the options do not go together, so that there may be nothing to write.
     """
     work.mkdir()
     changes = adapter(source.model, work / "adapter") if row[names.CHANGE] == "merge" else {}

@@ -281,18 +281,9 @@ def ranks(*, tp: int, pp: int, ep: int, experts: bool) -> dict[str, Rank]:
 
 
 def rank_parts(where: Places, *, tp: int, pp: int, ep: int, tied: bool, multiple: int = 1) -> dict[str, Parts]:
-    """Share the tensors of Megatron's model out as its ranks hold them.
+    """Share the tensors of Megatron's model out as its ranks hold them: single experts, vocabularies in multiples.
 
-    Args:
-        where: of the whole model, an expert by itself.
-        tp: tensor-parallel ranks.
-        pp: stages.
-        ep: expert-parallel ranks.
-        tied: the head is the embedding.
-        multiple: of how many rows the vocabulary is on each rank.
-
-    Returns:
-        the folder of each rank -> its name for each tensor -> the name in the whole model, and its part.
+    Returns the folder of each rank -> its name for each tensor -> the name in the whole model, and its part.
     """
     collected: dict[str, Parts] = {}
     whole = padded(where, multiple * tp)

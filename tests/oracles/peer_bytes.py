@@ -102,17 +102,10 @@ def both_ways(
     config: dict[str, Any] | None = None,
     rules: Path | None = None,
 ) -> None:
-    """Assert that a model's two sides are converted into each other, bit for bit.
+    """Assert that a model's two sides are converted into each other, bit for bit; its weights are drawn anew.
 
-    Args:
-        model: built by transformers; its weights are drawn anew.
-        folder: where files go; it must not exist.
-        model_type: what its config must say.
-        config: config.json in place of the one that transformers writes.
-        rules: a table to use, of a model type that no shipped table is for.
-
-    Raises:
-        TransaxleError: it is refused.
+    `config` takes the place of what transformers writes, which must be of `model_type`; `rules` are a table
+    of a type that no shipped one is for.
     """
     randomise(model)
     inside = memory(model)

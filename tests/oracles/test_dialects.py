@@ -24,6 +24,11 @@ from tests.oracles.tiny_models import SIZES, made
 from transaxle.errors import TransaxleError
 from transaxle.families import builtin
 
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}"),
+]
+
 AUTOMODEL = cases.AUTOMODEL
 OTHERWISE = {"deepseek_v2"}
 """Model types of a table whose automodel is another type's: Automodel has no model of theirs."""
@@ -168,10 +173,6 @@ UNKNOWN = {
 """Models with biases that transformers has and Automodel's own model has not."""
 
 
-def _as_stored(_: Any, stored: Tensors) -> Tensors:
-    return stored
-
-
 def _turned(_: Any, stored: Tensors) -> Tensors:
     return {name: value.mT.contiguous() if ".mlp.experts." in name else value for name, value in stored.items()}
 
@@ -195,11 +196,24 @@ ROUNDED = {"kimi_k25"}
 """Model types whose adapter makes bf16 of everything."""
 
 
+def _converted(
+    hub: Tensors, held: Tensors, config: Mapping[str, Any], folder: Path, dialect: str, kept: Tensors
+) -> None:
+    """Check that the hub's tensors become those of a trainer that it keeps, and all of the trainer's the hub's."""
+    folder.mkdir(parents=True)
+    write(folder / "hub", hub, json.dumps(config))
+    write(folder / "held", held, json.dumps(config))
+    tx.convert(folder / "hub", folder / "to", to=f"safetensors:{dialect}", sync=False)
+    assert differing(loaded(folder / "to"), kept) == []
+    tx.convert(folder / "held", folder / "back", to="safetensors:hf", sync=False)
+    assert differing(loaded(folder / "back"), hub) == []
+
+
 def _check(model_type: str, case: Case, folder: Path, *, wider: bool = False) -> None:
     model, stored, config = made(model_type, case.changes, folder, more=case.more, wider=wider)
     if model_type in ROUNDED:
         stored = {name: value.bfloat16().float() for name, value in stored.items()}
-    files = FILES.get(model_type, _as_stored)(model, stored)
+    files = FILES[model_type](model, stored) if model_type in FILES else stored
     if case.more_tensors:
         more = automodel_peer.missing(config, files)
         assert more
@@ -207,16 +221,10 @@ def _check(model_type: str, case: Case, folder: Path, *, wider: bool = False) ->
     held = automodel_peer.held(config, files, model)
     back = automodel_peer.to_hub(config, held)
     assert back is None or differing(back, files) == [], "Automodel does not give back what it took"
-    write(folder / "hub", stored, json.dumps(config))
-    write(folder / "held", held, json.dumps(config))
-    tx.convert(folder / "hub", folder / "to", to=f"safetensors:{AUTOMODEL}", sync=False)
-    assert differing(loaded(folder / "to"), {name: held[name] for name in held if ".rotary_emb." not in name}) == []
-    tx.convert(folder / "held", folder / "back", to="safetensors:hf", sync=False)
-    assert differing(loaded(folder / "back"), stored) == []
+    kept = {name: held[name] for name in held if ".rotary_emb." not in name}
+    _converted(stored, held, config, folder / "both", AUTOMODEL, kept)
 
 
-@pytest.mark.peers
-@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TYPES)
 def test_automodel_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
@@ -226,8 +234,6 @@ def test_automodel_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
     _check(model_type, cases[0], tmp_path / "wider", wider=True)
 
 
-@pytest.mark.peers
-@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
 @pytest.mark.parametrize("model_type", UNKNOWN)
 def test_biases_that_automodel_does_not_have_have_no_line(model_type: str, tmp_path: Path) -> None:
     case = UNKNOWN[model_type]
@@ -267,18 +273,6 @@ def _text(tensors: Tensors) -> Tensors:
     return {names[name]: tensors[name] for name in names}
 
 
-def _converted(hub: Tensors, held: Tensors, config: Mapping[str, Any], folder: Path) -> None:
-    folder.mkdir()
-    write(folder / "hub", hub, json.dumps(config))
-    write(folder / "held", held, json.dumps(config))
-    tx.convert(folder / "hub", folder / "to", to=f"safetensors:{DIALECT}", sync=False)
-    assert differing(loaded(folder / "to"), held) == []
-    tx.convert(folder / "held", folder / "back", to="safetensors:hf", sync=False)
-    assert differing(loaded(folder / "back"), hub) == []
-
-
-@pytest.mark.peers
-@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
 @pytest.mark.parametrize("model_type", TITAN_CASES)
 def test_torchtitan_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
     for number, changes in enumerate(TITAN_CASES[model_type]):
@@ -287,25 +281,16 @@ def test_torchtitan_holds_what_we_write(model_type: str, tmp_path: Path) -> None
         files = _with_turned_stacks(model, stored) if model_type == "qwen3_5_moe" else stored
         held = torchtitan_pictures.from_hf(config, files)
         assert differing(torchtitan_pictures.to_hf(config, held), files) == []
-        _converted(stored, held, config, folder / "whole")
+        _converted(stored, held, config, folder / "whole", DIALECT, held)
         for text, whole in TEXTS.items():
             if whole == model_type:
                 inner = {name: value for name, value in held.items() if not name.startswith("vision_encoder.")}
                 tied = {**config["text_config"], "tie_word_embeddings": config["tie_word_embeddings"]}
-                _converted(_text(stored), inner, {**tied, "model_type": text}, folder / "text")
+                _converted(_text(stored), inner, {**tied, "model_type": text}, folder / "text", DIALECT, inner)
 
 
-@pytest.mark.peers
-@pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}")
 def test_every_family_in_torchtitan_is_compared() -> None:
-    found = {
-        name
-        for name, entry in builtin().entries.items()
-        if any(label.startswith("torchtitan") for label in entry.dialects)
-    }
-    assert (
-        found
-        == {family for family, plans in cases.PLANS.items() for plan in plans.values() if "torchtitan" in plan.dialects}
-        | TITAN_CASES.keys()
-        | TEXTS.keys()
-    )
+    entries = builtin().entries.items()
+    families = {name for name, entry in entries if any(label.startswith("torchtitan") for label in entry.dialects)}
+    planned = {name for name, plans in cases.PLANS.items() for plan in plans.values() if "torchtitan" in plan.dialects}
+    assert families == planned | TITAN_CASES.keys() | TEXTS.keys()

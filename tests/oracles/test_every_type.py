@@ -13,8 +13,9 @@ import torch
 
 import transaxle as tx
 from tests.oracles import every_cut, wrappers
-from tests.oracles.every_type import EXACT, PEER, RECORD, UNBUILT, WRONG, built, installed_types, outcome, recorded
-from tests.oracles.peer_bytes import both_ways
+from tests.oracles.every_type import EXACT, PEER, RECORD, UNBUILT, WRONG, installed_types, outcome, recorded
+from tests.oracles.every_type import HAND as BY_HAND
+from tests.oracles.every_type import TRACED as BY_TRACING
 from tests.oracles.quiet import quiet
 from tests.oracles.test_full_families import ABSENT
 from tests.oracles.traced_tables import shipped_text, statements
@@ -58,15 +59,11 @@ HAND = sorted({t for entry in builtin().entries.values() if not entry.traced for
 """Types with a table by hand that transformers knows by the same word."""
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("model_type", [*TRACED_TYPES, *HAND])
-def test_every_table_is_what_transformers_does(model_type: str, tmp_path: Path) -> None:
-    family_types = {
-        each for entry in builtin().entries.values() if model_type in entry.model_types for each in entry.model_types
-    }
-    for number, model in enumerate(built(model_type)):
-        assert model.config.model_type in family_types
-        both_ways(model, tmp_path / str(number))
+def test_every_table_is_what_transformers_does() -> None:
+    """The record, which the sweep above compares with what is true, says so of all types with a shipped table."""
+    types = recorded()["types"]
+    differ = [each for each in (*TRACED_TYPES, *HAND) if types[each] not in ([BY_TRACING, EXACT], [BY_HAND, EXACT])]
+    assert differ == ["olmo_hybrid"]  # transformers stores another layout than it loads: see `test_rounds`
 
 
 @pytest.mark.oracle
@@ -104,33 +101,7 @@ CONVERTED = {"gemma3", "llava", "voxtral", "qwen3_vl", "step3p7", "gemma3_text",
 """Types that must not be refused with their config, with wrappers and without."""
 
 
-def outcomes(model_type: str, folder: Path) -> list[str] | None:
-    """What becomes of a type with its config, without, and in a load: a code, or "" for the names that the peer has.
-
-    None where it does not build. What is wrong and not refused is an assertion.
-    """
-    model = wrappers.build(model_type)
-    source = None if model is None else wrappers.saved(model, folder / "source")
-    if model is None or source is None or not (source / "model.safetensors").exists():
-        return None
-    wanted = model.state_dict()
-    found = [_loaded(model, source)]
-    for number in range(2):
-        out = folder / f"out{number}"
-        try:
-            tx.convert(source, out, to="transformers", sync=False)
-        except tx.TransaxleError as error:
-            found.append(error.code)
-        else:
-            with tx.open(out) as checkpoint:
-                differ = sorted(set(checkpoint) ^ wanted.keys())
-            assert not differ, f"{model_type}: names that only one side has: {differ[:_MOST_DIFFER]}"
-            found.append("")
-        (source / "config.json").unlink(missing_ok=True)
-    return found
-
-
-def _loaded(model: torch.nn.Module, source: Path) -> str:
+def _load(model: torch.nn.Module, source: Path) -> None:
     """Load what a model has stored into it after its values were changed: they are back, or it was refused."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -139,20 +110,32 @@ def _loaded(model: torch.nn.Module, source: Path) -> str:
     try:
         with quiet():
             tx.load(model, source)
-    except tx.TransaxleError as error:
-        return error.code
+    except tx.TransaxleError:
+        return
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     differ = [name for name, tensor in model.state_dict().items() if not tensor.equal(before[name])]
     differ = [name for name in differ if name in parameters and not before[name].isnan().any()]
     assert not differ, f"loaded, and not as they were: {differ[:_MOST_DIFFER]}"
-    return ""
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", TYPES)
 def test_names_are_those_of_the_peer_or_refused(model_type: str, tmp_path: Path) -> None:
-    codes = outcomes(model_type, tmp_path)
-    if codes is None:
+    """With its config, without, and in a load; what is wrong and not refused fails."""
+    model = wrappers.build(model_type)
+    source = None if model is None else wrappers.saved(model, tmp_path / "source")
+    if model is None or source is None or not (source / "model.safetensors").exists():
         pytest.skip("no tiny model of this type")
-    if model_type in CONVERTED:
-        assert codes[1] == ""
+    names = model.state_dict().keys()
+    _load(model, source)
+    for number in range(2):
+        out = tmp_path / f"out{number}"
+        try:
+            tx.convert(source, out, to="transformers", sync=False)
+        except tx.TransaxleError:
+            assert number or model_type not in CONVERTED
+        else:
+            with tx.open(out) as checkpoint:
+                differ = sorted(set(checkpoint) ^ names)
+            assert not differ, f"{model_type}: names that only one side has: {differ[:_MOST_DIFFER]}"
+        (source / "config.json").unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
 from transaxle.families import builtin
 
+pytestmark = pytest.mark.peers
 TYPES = (
     "llama", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe",
     "qwen3_next", "qwen3_5_moe_text", "nemotron_h", "qwen3_5", "muse_glimmer", "minimax_m2", "laguna",
@@ -49,17 +50,22 @@ HEADS = (
 """Classes of models with heads and parts that some dialect has no names for, and without."""
 
 
-@pytest.mark.oracle
-@pytest.mark.peers
-@pytest.mark.parametrize("architecture", HEADS)
-def test_every_head_comes_back_from_every_dialect_under_its_own_name(architecture: str, tmp_path: Path) -> None:
+def _store(architecture: str, folder: Path) -> Any:
+    """A random model of a class of transformers, after it was stored."""
     import transformers
 
     made = getattr(transformers, architecture)
     with quiet():
         model = made(wrappers.shrunk(made.config_class())).float()
         randomise(model)
-        model.save_pretrained(tmp_path / "hub")
+        model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("architecture", HEADS)
+def test_every_head_comes_back_from_every_dialect_under_its_own_name(architecture: str, tmp_path: Path) -> None:
+    model = _store(architecture, tmp_path / "hub")
     (family,) = builtin().of_types([model.config.model_type])
     stored = loaded(tmp_path / "hub")
     for label in family.labels[1:]:
@@ -72,17 +78,10 @@ def test_every_head_comes_back_from_every_dialect_under_its_own_name(architectur
         assert (back / "config.json").read_bytes() == (tmp_path / "hub/config.json").read_bytes()
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("architecture", ["NomicBertForMaskedLM", "RobertaForMaskedLM"])
 def test_a_tied_bias_comes_back_by_way_of_two_dialects(architecture: str, tmp_path: Path) -> None:
-    import transformers
-
-    made = getattr(transformers, architecture)
-    with quiet():
-        model = made(wrappers.shrunk(made.config_class())).float()
-        randomise(model)
-        model.save_pretrained(tmp_path / "hub")
     source = tmp_path / "hub"
+    _store(architecture, source)
     for label in ("transformers", "vllm", "hf"):
         tx.convert(source, tmp_path / label, to=f"safetensors:{label}", sync=False)
         source = tmp_path / label
@@ -90,7 +89,6 @@ def test_a_tied_bias_comes_back_by_way_of_two_dialects(architecture: str, tmp_pa
 
 
 @pytest.mark.oracle
-@pytest.mark.peers
 @pytest.mark.parametrize("model_type", TYPES)
 def test_logits_are_equal_after_a_round_through_all_dialects(model_type: str, tmp_path: Path) -> None:
     model = drawn(model_type, CHANGES.get(model_type, {}))
@@ -108,9 +106,7 @@ def test_logits_are_equal_after_a_round_through_all_dialects(model_type: str, tm
         source = target
     assert differing(loaded(source), loaded(tmp_path / "hub")) == []
     with quiet(), torch.no_grad():
-        again = type(model).from_pretrained(source).eval()
-        found = again(tokens).logits
-    assert torch.equal(found, expected)
+        assert torch.equal(type(model).from_pretrained(source).eval()(tokens).logits, expected)
 
 
 # OLMo Hybrid as the hub has it: q, k and v of a convolution have the sizes of their heads.
@@ -118,7 +114,6 @@ def test_logits_are_equal_after_a_round_through_all_dialects(model_type: str, tm
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
-@pytest.mark.peers
 def test_files_of_the_hub_are_what_transformers_loads(tmp_path: Path) -> None:
     model = built("olmo_hybrid")[0]
     randomise(model)
@@ -157,7 +152,6 @@ _HUB = (
 """Its names -> the hub's: `MtpModel` in transformers' conversion_mapping, the other way round."""
 
 
-@pytest.mark.peers
 def test_mellum_has_the_tensors_that_its_table_says() -> None:
     with quiet():
         from transformers import MellumConfig, MellumForCausalLM

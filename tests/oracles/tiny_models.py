@@ -31,13 +31,8 @@ def made(
 ) -> tuple[Any, Tensors, dict[str, Any]]:
     """A model, the files that transformers stores of it, and its config.json.
 
-    Args:
-        model_type: of the model.
-        changes: config keys with other values than wrappers' own; those that the model's parts have too.
-        folder: where files go.
-        more: keys that published configs have and transformers does not write, or with other values, or none where
-            they have not; those that are new are of the text.
-        wider: in the other size.
+    `changes` are values of config keys, also of parts; `more` those of published configs, None for what these have not:
+    new keys are of the text. `wider` is the other size.
     """
     model = drawn(model_type, changes, wider=wider)
     with quiet():

@@ -125,10 +125,7 @@ def test_experts_that_the_same_ranks_share_out_are_refused() -> None:
 def _at(name: str, place: tuple[int, int], degrees: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """Where in a tensor for all experts lies what a rank has under a name, as torch cuts experts and their inside.
 
-    Args:
-        name: of a parameter, perhaps with a number.
-        place: the rank's among those that share experts out, and among those that cut them.
-        degrees: how many there are of each.
+    `place` is the rank's among those that share experts out, and among those that cut them; `degrees` are as many.
     """
     shared, cut = (torch.arange(n).chunk(d) for n, d in zip((EXPERTS, INNER), degrees, strict=True))
     number = name.rpartition(".weight")[2]
