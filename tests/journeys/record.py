@@ -36,18 +36,11 @@ _CLOSE = 1e-4
 _NODE = re.compile(r"::test_(\w+)(?:\[(.*)\])?$", re.DOTALL)
 
 
-def are_asked_for(config: pytest.Config) -> bool:
-    """Tell whether all journeys run, and not only the sample: whether to read registries, which takes seconds."""
-    return f"not {MARK}" not in config.getoption("markexpr")
-
-
 def chosen(config: pytest.Config, names: Callable[[], Iterable[str]], sample: Collection[str]) -> list[Any]:
     """Return the names of journeys to run, as parameters: all of them, or the sample alone, which is marked."""
     mark = getattr(pytest.mark, SAMPLED)
-    return [
-        pytest.param(name, marks=[mark] if name in sample else [])
-        for name in (names() if are_asked_for(config) else sample)
-    ]
+    every = f"not {MARK}" not in config.getoption("markexpr")  # only then are registries read, which takes seconds
+    return [pytest.param(name, marks=[mark] if name in sample else []) for name in (names() if every else sample)]
 
 
 def name_of(node: str) -> str:

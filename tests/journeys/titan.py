@@ -85,7 +85,12 @@ _COUNTED = {("gate", "out_features")}
 
 def flavours() -> list[str]:
     """Names of all that torchtitan registers, as `package flavour`."""
-    return [f"{package} {flavour}" for package in packages() for flavour in _registered(package)]
+    pairs = []
+    for package in packages():
+        tables = [table for name, table in vars(_module(package)).items() if name.endswith("_configs")]
+        (table,) = (table for table in tables if type(table) is dict)
+        pairs += [f"{package} {flavour}" for flavour in table]
+    return pairs
 
 
 def packages() -> list[str]:
@@ -96,13 +101,6 @@ def packages() -> list[str]:
     return [
         info.name for info in pkgutil.iter_modules(torchtitan.models.__path__) if info.ispkg and info.name != "common"
     ]
-
-
-def _registered(package: str) -> list[str]:
-    (table,) = (
-        value for name, value in vars(_module(package)).items() if name.endswith("_configs") and type(value) is dict
-    )
-    return list(table)
 
 
 def _module(package: str) -> Any:

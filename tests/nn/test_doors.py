@@ -23,15 +23,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
+from tests.live.topologies import full
 from tests.nn.layers import EXPERTS, FORMS, SPLITS, forms, layer, rows, stacked
 from tests.quant.kinds import KINDS, MORE, raw
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
 from transaxle.quant import DelayedScaling, QuantizedTensor
+from transaxle.torch_tensors import local_of
 
 State = dict[str, Any]
 ODD = ("mxfp8, both ways", "nvfp4, 16x16, both ways")
@@ -399,18 +400,14 @@ def _shared_out(rank: int, world: int, path: str) -> None:
         if form == "packed":
             with pytest.raises(TransaxleError, match="weight3 both hold expert 3"):
                 _by_planner(made, {}, at["conflict"], True)
-        _same(_local(made.state_dict()), _local(before))
+        own, before = ({n: local_of(v) for n, v in state.items()} for state in (made.state_dict(), before))
+        _same(own, before)
         _by_planner(made, {}, at["both" if form == "packed" else "one"], True)
         wanted = state if form == "experts" else stacked(state)
         found = made.state_dict()
         for name, value in found.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            assert torch.equal(whole, wanted[name]), name
+            assert torch.equal(full(value), wanted[name]), name
         assert len(found) == (4 if form == "packed" else EXPERTS + 2)
-
-
-def _local(state: State) -> State:
-    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def test_experts_shared_out_are_counted_on_all_ranks_together(tmp_path: Path) -> None:

@@ -22,8 +22,11 @@ E, D, F = 3, 4, 6
 Tensors = dict[str, torch.Tensor]
 
 
-def _of(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, Tensors]:
-    """One layer's experts in every layout, of gate [E, F, D], up [E, F, D] and down [E, D, F]."""
+def _layouts(start: int = 0, features: tuple[int, int] = (D, F)) -> dict[str, Tensors]:
+    """One layer's experts in every layout: gate [E, F, D], up [E, F, D] and down [E, D, F] of other numbers each."""
+    d, f = features
+    gate, up, down = torch.arange(start, start + 3 * E * d * f, dtype=torch.float32).view(3, E, f, d)
+    down = down.transpose(1, 2).contiguous()
     fused = torch.cat([gate, up], 1)
     return {
         "stacked": {"linear_fc1.weight": fused, "linear_fc2.weight": down},
@@ -40,12 +43,6 @@ def _of(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, T
             "down_projs": down.transpose(1, 2),
         },
     }
-
-
-def _layouts(start: int = 0, features: tuple[int, int] = (D, F)) -> dict[str, Tensors]:
-    d, f = features
-    numbers = torch.arange(start, start + 3 * E * d * f, dtype=torch.float32).view(3, E, f, d)
-    return _of(numbers[0], numbers[1], numbers[2].transpose(1, 2).contiguous())
 
 
 def _same(found: dict[str, Any], wanted: Tensors) -> None:

@@ -27,6 +27,7 @@ from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear, MoE, experts_as
 from transaxle.nn.moe import order
 from transaxle.quant import MXFP8
+from transaxle.torch_tensors import local_of
 
 WIDTH, INNER, EXPERTS, CHOSEN, SHARED = 16, 12, 6, 2, 20
 CONFIG = {
@@ -143,10 +144,6 @@ def _slices(packed: Mapping[str, torch.Tensor], ours: nn.Module, own: list[int])
     return found
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 ROWS = ([9, 9, 0, 3], [17, 1, 2, 2], [5, 0, 0, 0])
 """Tokens of each rank."""
 
@@ -161,7 +158,7 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         moments = {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-        found |= {key: _local(value).detach().clone() for key, value in {name: parameter, **moments}.items()}
+        found |= {key: local_of(value).detach().clone() for key, value in {name: parameter, **moments}.items()}
     return found
 
 
@@ -175,7 +172,7 @@ def _shared_out(rank: int, world: int, experts: int, packed: bool, folder: str) 
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             assert parameter.shape == (experts, *parameter.shape[1:]) or not isinstance(parameter, DTensor)
-            _local(parameter).copy_(weights[name])
+            local_of(parameter).copy_(weights[name])
     for rows in (each[:world] for each in ROWS):
         _compare(rank, whole, ours, rows, own)
     optimizer.step()
@@ -200,7 +197,7 @@ def _compare(rank: int, whole: nn.Module, ours: nn.Module, rows: list[int], own:
     dist.all_reduce(grad_of(ours.get_parameter("gate.weight")))
     grads = {name: grad_of(one) for name, one in whole.named_parameters()}
     for name, one in _slices(grads, ours, own).items():
-        torch.testing.assert_close(_local(grad_of(ours.get_parameter(name))), one, **CLOSE)
+        torch.testing.assert_close(local_of(grad_of(ours.get_parameter(name))), one, **CLOSE)
     with torch.inference_mode():
         torch.testing.assert_close(ours(x), found.detach(), **CLOSE)
 
@@ -234,7 +231,7 @@ def _loaded(rank: int, world: int, experts: int, packed: bool, folder: str, trut
     found = _held(made, optimizer)
     for name, value in _slices(truth, made, own).items():
         assert torch.equal(found[name], value), name
-        assert torch.equal(_local(other.get_parameter(name)), value), name
+        assert torch.equal(local_of(other.get_parameter(name)), value), name
     for key in ("step", "exp_avg", "exp_avg_sq"):
         moments = {name.removesuffix(f"/{key}"): value for name, value in truth.items() if name.endswith(f"/{key}")}
         if key == "step":
@@ -302,7 +299,7 @@ def _fill(made: MoE, alone: nn.Module) -> None:
     made.gate.load_state_dict(alone.get_submodule("gate").state_dict())
     with torch.no_grad():
         for name in ("experts.linear_fc1", "experts.linear_fc2"):
-            own = _local(made.get_parameter(f"{name}.weight"))
+            own = local_of(made.get_parameter(f"{name}.weight"))
             own.copy_(alone.get_parameter(f"{name}.weight0").unsqueeze(0)[: len(own)])
 
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.nn.layers import EXPERTS, FORMS, SPLITS, layer, rows
+from tests.live.topologies import full
+from tests.nn.layers import EXPERTS, FORMS, SPLITS, assert_close, layer, rows
 from tests.nn.layers import run as ran
 from tests.quant.kinds import MORE, raw, values
 from transaxle.nn import GroupedLinear, GroupedTensor
@@ -36,11 +37,7 @@ def _layer(seed: int, form: str, kind: str | None = None) -> GroupedLinear:
 
 
 def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, value in state.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        found[name] = raw(whole.detach()).clone()
-    return found
+    return {name: raw(full(value).detach()).clone() for name, value in state.items()}
 
 
 def _same(one: dict[str, Any], two: dict[str, Any]) -> bool:
@@ -55,10 +52,8 @@ def _fsdp(rank: int, world: int, form: str, kind: str | None, folder: str) -> No
     fully_shard(made, mesh=mesh)
     assert all(isinstance(one, DTensor) for one in made.parameters())
     x = rows(alone, dtype=dtype)
-    wanted, found = ran(alone, x, SPLITS[0]), ran(made, x, torch.tensor(SPLITS[0]))
-    for name, one in wanted.items():
-        mine = found[name]
-        assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, one), name
+    results = ran(made, x, torch.tensor(SPLITS[0]))
+    assert_close({name: full(result) for name, result in results.items()}, ran(alone, x, SPLITS[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tx.save(made, Path(folder, "saved"), to="dcp:identity")
@@ -67,12 +62,8 @@ def _fsdp(rank: int, world: int, form: str, kind: str | None, folder: str) -> No
             fully_shard(fresh, mesh=mesh)
             tx.load(fresh, Path(folder, "saved"))
             again = _layer(6, form, kind)
-            again.load_state_dict({name: _full(value) for name, value in fresh.state_dict().items()})
+            again.load_state_dict({name: full(value) for name, value in fresh.state_dict().items()})
             assert _same(again.state_dict(), alone.state_dict()), other
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @pytest.mark.oracle

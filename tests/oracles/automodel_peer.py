@@ -120,7 +120,9 @@ def held(config: Config, stored: Tensors, trained: Any) -> Tensors:
         if model is not None:
             adapter = getattr(model, "state_dict_adapter", None)
             native = dict(stored) if adapter is None else adapter.from_hf(dict(stored))
-            model.load_state_dict({**_tied(config, model), **native})
+            # No file has the head of a model that ties it, and loading the embedding loads it too.
+            tied = {HEAD: model.state_dict()[HEAD]} if config.get("tie_word_embeddings") else {}
+            model.load_state_dict({**tied, **native})
         state: Tensors = ModelState(trained if model is None else model).state_dict()
     return {name: value.detach() for name, value in state.items() if not name.endswith("_extra_state")}
 
@@ -154,11 +156,6 @@ def _read(config: Config, kind: Any | None) -> Any:
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), "utf-8")
         return (kind or AutoConfig).from_pretrained(folder)
-
-
-def _tied(config: Config, model: Any) -> Tensors:
-    """The head of a model that ties it: no file has it, and loading the embedding loads it too."""
-    return {HEAD: model.state_dict()[HEAD]} if config.get("tie_word_embeddings") else {}
 
 
 @contextmanager

@@ -212,16 +212,11 @@ def rows() -> list[list[Any]]:
     families: dict[Oracle, set[str]] = defaultdict(set)
     for oracle, family in oracles():
         families[oracle].add(family)
-    return [[*_shown(oracle), sorted(families[oracle])] for oracle in sorted(families)]
-
-
-def _shown(oracle: Oracle) -> tuple[str, str, str, str]:
-    version = {
-        **PINNED,
-        BRIDGE: _pinned(BRIDGE, REQUIREMENTS),
-        VLLM_PACKAGE: _pinned(VLLM_PACKAGE, ENGINE_REQUIREMENTS),
-    }.get(oracle.peer, "")
-    return oracle.dialect, oracle.peer, version, oracle.what
+    elsewhere = {BRIDGE: _pinned(BRIDGE, REQUIREMENTS), VLLM_PACKAGE: _pinned(VLLM_PACKAGE, ENGINE_REQUIREMENTS)}
+    versions = PINNED | elsewhere
+    return [
+        [one.dialect, one.peer, versions.get(one.peer, ""), one.what, sorted(families[one])] for one in sorted(families)
+    ]
 
 
 def _pinned(package: str, requirements: Path) -> str:

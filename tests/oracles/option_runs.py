@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -169,8 +169,10 @@ def wanted(row: Row, source: Source, changes: Tensors) -> Wanted:
             tensors[f"{name}_scale_inv"] = grid
     encoded = _encode(row, source, tensors, where)
     states = _states(row, source, where, values)
-    if states and row[names.TO] in names.WITH_RANKS and _lacks_copies(tensors, states):
-        raise MustRefuseError("Megatron's optimizer lacks copies in full precision")
+    if states and row[names.TO] in names.WITH_RANKS:
+        trained = {name.removeprefix(STATE).rpartition("/")[0] for name in states}
+        if any(name not in tensors or tensors[name].dtype != torch.float32 for name in trained):
+            raise MustRefuseError("Megatron's optimizer lacks copies in full precision")
     tensors |= states
     total = sum(not name.endswith(COPY) for name in tensors)  # the weights themselves, under a second name
     if row[names.TO] == "megatron_torch":
@@ -246,12 +248,6 @@ def _is_misread(key: str, encoding: str, value: torch.Tensor) -> bool:
 
 def _float(kind: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-
-
-def _lacks_copies(tensors: Tensors, states: Tensors) -> bool:
-    """Whether a weight that has state is not of full precision, so that Megatron needs a copy that is."""
-    trained = {name.removeprefix(STATE).rpartition("/")[0] for name in states}
-    return any(name not in tensors or tensors[name].dtype != torch.float32 for name in trained)
 
 
 def _states(row: Row, source: Source, where: Places, weights: Tensors) -> Tensors:
@@ -385,19 +381,14 @@ def convert(row: Row, source: Source, target: Path, asked: Mapping[str, Any]) ->
         try:
             report = tx.convert(source.path, target, to=to, **asked, **how)
         except tx.TransaxleError as error:
-            refusals = [refusal_of(one) for one in error.refusals]
+            refusals = [{"code": one.code, "message": one.message, "hint": one.hint} for one in error.refusals]
             return Outcome(None, str(error), refusals[0]["code"], _faults(refusals))
         except TypeError as error:
             return Outcome(None, str(error), "TypeError", "" if len(str(error).split()) > 2 else "no sentence")
     return Outcome(report.as_json())
 
 
-def refusal_of(refusal: tx.Refusal) -> Mapping[str, Any]:
-    """A refusal as the command line's document has it."""
-    return {"code": refusal.code, "message": refusal.message, "hint": refusal.hint}
-
-
-def _faults(refusals: list[Mapping[str, Any]]) -> str:
+def _faults(refusals: Sequence[Mapping[str, Any]]) -> str:
     """What a refusal lacks."""
     return "; ".join(
         f"{refusal} is no sentence with a way out"

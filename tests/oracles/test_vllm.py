@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
@@ -46,7 +45,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("vllm")
     cleared = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))}
     command = [str(PYTHON), "-m", "tests.oracles.vllm_peer.run", str(folder)]
-    names = _chosen(request.session.items)
+    tests = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    names = [name for name in MODELS if any(item.callspec.params["name"] == name for item in tests)]
     jobs = min(len(os.sched_getaffinity(0)), MOST_JOBS, len(names))
     running = [
         subprocess.Popen([*command, *names[job::jobs]], cwd=ROOT, env=cleared, stdout=DEVNULL, stderr=PIPE, text=True)
@@ -58,12 +58,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def _chosen(items: Sequence[pytest.Item]) -> list[str]:
-    """The models that tests of this file ask for."""
-    asked = [item.callspec.params for item in items if item.path == Path(__file__) and hasattr(item, "callspec")]
-    return [name for name in MODELS if any(params["name"] == name for params in asked)]
-
-
 def _whole(name: str, hub: Path, target: Path, tp: int) -> tuple[str, dict[str, object], Tensors]:
     """The family, the config, and the tensors of a hub folder in the dialect, for so many ranks.
 
@@ -73,14 +67,11 @@ def _whole(name: str, hub: Path, target: Path, tp: int) -> tuple[str, dict[str, 
     path = target.with_suffix(".json")
     path.write_text(json.dumps(config), "utf-8")
     report = tx.convert(hub, target, to=f"safetensors:{VLLM}", config=path, sync=False, allow_lossy=True)
-    assert sorted(report.kept) == sorted(key for key in loaded(hub) if _unread(name, key))
+    unread = (*MODELS[name].unread, *MODELS[name].spared)
+    assert sorted(report.kept) == sorted(key for key in loaded(hub) if any(part in key for part in unread))
     family = tx.open(target).family
     assert family is not None
     return family, config, {key: value for key, value in loaded(target).items() if key not in report.kept}
-
-
-def _unread(name: str, key: str) -> bool:
-    return any(part in key for part in (*MODELS[name].unread, *MODELS[name].spared))
 
 
 def _equal(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> bool:
@@ -93,8 +84,7 @@ def _equal(ours: torch.Tensor, theirs: torch.Tensor, name: str) -> bool:
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "tp", "ep"), DEGREES)
 def test_every_rank_holds_what_the_cuts_say(name: str, tp: int, ep: int, made: Path, tmp_path: Path) -> None:
-    said = json.loads((made / name / "said.json").read_text("utf-8"))
-    assert said == {}
+    assert json.loads((made / name / "said.json").read_text("utf-8")) == {}
     label, config, whole = _whole(name, made / name / "hub", tmp_path / VLLM, 1 if ep > 1 else tp)
     parts = engine_parts(builtin()[label], VLLM, config, whole, tp=tp, ep=ep)
     assert parts.keys() == whole.keys()

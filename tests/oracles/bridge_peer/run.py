@@ -18,7 +18,7 @@ import os
 import queue
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -162,12 +162,6 @@ class _Bridge:
         save_megatron_model(self.parts, folder)
 
 
-def _ahead(names: Iterable[str], depth: int) -> list[str]:
-    """Of exported names those of layers that predict ahead, which transformers does not store."""
-    later = (n for n in names if "mtp" in n or any(int(number) >= depth for number in _LAYER.findall(n)))
-    return [name for name in later if not name.endswith(_COPIES)]
-
-
 def _one(model: Model, folder: Path) -> dict[str, Any]:
     configuration = _configuration(model.config)
     stored = _transformers(configuration)
@@ -178,7 +172,9 @@ def _one(model: Model, folder: Path) -> dict[str, Any]:
     exported = made.export(configuration)
     tensors, config = stored or (exported, dict(model.config))
     depth = model.config.get("num_hidden_layers", sys.maxsize)
-    tensors |= {name: exported[name] for name in _ahead(exported, depth) if name not in tensors}
+    # Layers that predict ahead, which transformers does not store.
+    ahead = [n for n in exported if "mtp" in n or any(int(number) >= depth for number in _LAYER.findall(n))]
+    tensors |= {n: exported[n] for n in ahead if not n.endswith(_COPIES) and n not in tensors}
     tensors = {model.renamed.get(name, name): value for name, value in tensors.items()}
     config = {**model.config, **config}
     if not model.fault:

@@ -10,7 +10,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,7 +91,8 @@ class Farm:
         done = self.folder / f"{what}.{_DONE}"
         if done.exists():
             return
-        with _locked(self.folder / _LOCK):
+        with (self.folder / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if done.exists():
                 return
             listed = self.folder / f"{what}.json"
@@ -122,7 +122,8 @@ def _launch(launch: Launch, jobs: Path) -> None:
         if time.monotonic() >= end:
             for process in ranks.processes:
                 process.kill()
-            raise AssertionError(f"DeepSpeed hangs: {_said(jobs)}")
+            logs = sorted(jobs.parent.glob(f"{jobs.name}.*.log"))
+            raise AssertionError("\n".join(["DeepSpeed hangs:", *(log.read_text("utf-8")[-2000:] for log in logs)]))
 
 
 def _rank(rank: int, jobs: str, launch: Launch, meeting: str) -> None:
@@ -133,18 +134,6 @@ def _rank(rank: int, jobs: str, launch: Launch, meeting: str) -> None:
     from tests.oracles.deepspeed_peer.run import main
 
     main(Path(jobs), launch, rank, Path(meeting))
-
-
-def _said(jobs: Path) -> str:
-    """The end of what each rank has printed."""
-    return "\n".join(log.read_text("utf-8")[-2000:] for log in sorted(jobs.parent.glob(f"{jobs.name}.*.log")))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def facts(folder: Path) -> Mapping[str, Any]:

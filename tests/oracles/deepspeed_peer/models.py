@@ -6,7 +6,7 @@ that DeepSpeed made must be the full initial weights, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,8 +214,8 @@ def components(case: Case, name: str) -> list[int]:
 
 def share(case: Case, name: str) -> int | None:
     """The dim along which a parameter may be cut; None where every rank holds all of it."""
-    if case.model == "pipe":
-        return pipeline_share(name)
+    if case.model == "pipe":  # its own tensor-parallel layers
+        return 0 if ".up." in name else 1 if name.endswith(".down.weight") else None
     if case.head_rows and "embed_tokens" in name:
         return 1
     # DeepSpeed cuts a tied embedding by its rows, as the output; we cut any.
@@ -239,11 +239,6 @@ def everywhere(case: Case, name: str, rank: int) -> str:
     return f"{head}{mark}{int(number) + rank * EXPERTS // case.ep}{dot}{rest}" if mark else name
 
 
-def pipeline_share(name: str) -> int | None:
-    """The dim along which the pipeline's own tensor-parallel layers are cut."""
-    return 0 if ".up." in name else 1 if name.endswith(".down.weight") else None
-
-
 def merged(case: Case, name: str, shards: Sequence[Tensor], full: Sequence[int]) -> Tensor:
     """The whole tensor from the shards of all tensor-parallel ranks."""
     dim = share(case, name)
@@ -256,15 +251,9 @@ def merged(case: Case, name: str, shards: Sequence[Tensor], full: Sequence[int])
         return _placed(case, name, shards, full, dim)
     if not parts:
         return torch.cat(list(shards), dim)
-    cut = [list(shard.split(list(_widths(parts, shard.shape[0])), 0)) for shard in shards]
+    # All parts of a fused projection are cut evenly here.
+    cut = [shard.split([part * len(shard) // sum(parts) for part in parts], 0) for shard in shards]
     return torch.cat([torch.cat([pieces[part] for pieces in cut], 0) for part in range(len(parts))], 0)
-
-
-def _widths(parts: Sequence[int], rows: int) -> Iterator[int]:
-    """Rows of each part in a shard of so many rows: all parts are cut evenly here."""
-    total = sum(parts)
-    for part in parts:
-        yield part * rows // total
 
 
 def shard(case: Case, name: str, full: Tensor, rank: int, parts: int) -> Tensor:
@@ -275,14 +264,7 @@ def shard(case: Case, name: str, full: Tensor, rank: int, parts: int) -> Tensor:
     if case.ours:
         return full.index_select(dim, rows(case, name, rank))
     pieces = full.split(components(case, name) or [full.shape[dim]], dim)
-    return torch.cat([_even(piece, rank, parts, dim) for piece in pieces], dim)
-
-
-def _even(piece: Tensor, rank: int, parts: int, dim: int) -> Tensor:
-    rows, more = divmod(piece.shape[dim], parts)
-    sizes = [rows + (each < more) for each in range(parts)]
-    mine: Tensor = piece.split(sizes, dim)[rank]
-    return mine
+    return torch.cat([piece.tensor_split(parts, dim)[rank] for piece in pieces], dim)
 
 
 def _chunk(count: int, rank: int, parts: int) -> list[int]:

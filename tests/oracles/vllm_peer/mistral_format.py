@@ -37,12 +37,7 @@ _COMPUTED = "embed_positions."
 
 
 def mistral_format(hub: dict[str, torch.Tensor], text: Config) -> dict[str, torch.Tensor]:
-    """Return the tensors of Mistral's files of a model.
-
-    Args:
-        hub: the tensors of the hub's files.
-        text: the config of the text model.
-    """
+    """Return the tensors of Mistral's files of a model, of those of the hub's files and the config of its text."""
     stored = {}
     for name, value in hub.items():
         if _COMPUTED in name:
@@ -51,12 +46,8 @@ def mistral_format(hub: dict[str, torch.Tensor], text: Config) -> dict[str, torc
         (stored_name,) = {other for other in renamed if other != name}
         heads = {"wq": text["num_attention_heads"], "wk": text["num_key_value_heads"]}
         matrix = stored_name.removeprefix("layers.").split(".")[-2]
-        rotated = stored_name.startswith("layers.") and matrix in heads
-        stored[stored_name] = _interleaved(value, heads[matrix]) if rotated else value
+        if stored_name.startswith("layers.") and matrix in heads:  # rows of each head's two halves, one by one
+            halves = value.view(heads[matrix], 2, -1, value.shape[1])
+            value = halves.transpose(1, 2).reshape(value.shape).contiguous()
+        stored[stored_name] = value
     return stored
-
-
-def _interleaved(value: torch.Tensor, heads: int) -> torch.Tensor:
-    """Put the two halves of each head's rows row by row between each other."""
-    rows, columns = value.shape
-    return value.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns).contiguous()
