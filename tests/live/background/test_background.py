@@ -82,11 +82,7 @@ def _script(folder: Path, target: str, how: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [
-        ("ends", 0),
-        pytest.param("raises", 1, marks=more),
-        pytest.param("interrupted", -signal.SIGINT, marks=more),
-    ],
+    [("ends", 0), pytest.param("raises", 1, marks=more), pytest.param("interrupted", -signal.SIGINT, marks=more)],
 )
 def test_a_script_that_ends_waits_for_its_save(tmp_path: Path, how: str, code: int) -> None:
     found, said = _script(tmp_path, str(tmp_path / "out"), how)
@@ -169,10 +165,7 @@ def _until(happened: Any) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it looks at processes in /proc")
-@pytest.mark.parametrize(
-    ("world", "when"),
-    [(1, "at once"), pytest.param(2, "later", marks=more)],
-)
+@pytest.mark.parametrize(("world", "when"), [(1, "at once"), pytest.param(2, "later", marks=more)])
 def test_a_background_process_ends_with_its_rank(tmp_path: Path, world: int, when: str) -> None:
     processes = _started(world, tmp_path, tmp_path / "out", "stays")
     try:
@@ -283,10 +276,7 @@ def test_memory_that_was_only_reserved_is_released(tmp_path: Path) -> None:
     assert [opened(each) for each in reserved] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=0.1)],
-)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda parameters: torch.optim.SGD(parameters, lr=0.1)])
 def test_the_estimate_includes_future_optimizer_state(kind: type[torch.optim.AdamW]) -> None:
     model = torch.nn.Linear(100, 50, dtype=torch.bfloat16)
     optimizer = kind(model.parameters())

@@ -154,10 +154,7 @@ def test_a_checkpoint_that_is_partly_encoded_fills_a_plain_model(tmp_path: Path)
     values = _partly(tmp_path)
     for found, converted in run(2, _fill, str(tmp_path)):
         assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in values.items())
-        assert converted == {
-            "layer.weight": ("float8_block", "BF16", None),
-            "wide.weight": ("F32", "BF16", False),
-        }
+        assert converted == {"layer.weight": ("float8_block", "BF16", None), "wide.weight": ("F32", "BF16", False)}
 
 
 def _fill(rank: int, world: int, source: str) -> Any:

@@ -325,10 +325,7 @@ def _asked(rank: int, world: int, source: str, argument: str, values: tuple[Any,
     return str(found.value)
 
 
-ASKED: dict[str, tuple[Any, Any]] = {
-    "broadcast_replicated": (True, False),
-    "dtype": (None, "fp32"),
-}
+ASKED: dict[str, tuple[Any, Any]] = {"broadcast_replicated": (True, False), "dtype": (None, "fp32")}
 
 
 @pytest.mark.parametrize("argument", ASKED)

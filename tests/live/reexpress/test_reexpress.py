@@ -266,11 +266,7 @@ def placements(said: tuple[Any, ...], world: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world", [4, 8])
 def test_stacked_experts_are_translated_to_the_hub_and_back(world: int, sizes: tuple[int, int, int]) -> None:
-    full, truth, said = (
-        native(hub_models.STEP, sizes),
-        stored(hub_models.STEP, sizes),
-        config(hub_models.STEP, sizes),
-    )
+    full, truth, said = (native(hub_models.STEP, sizes), stored(hub_models.STEP, sizes), config(hub_models.STEP, sizes))
     with played(world) as ranks:
         for mesh in ranks:
             for given, gates, down in TO_HUB:

@@ -19,10 +19,7 @@ EVERY = {ROTATION: 11, "torch_dist": 97, "megatron_torch": 83, "deepspeed-univer
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("what", "every"),
-    [
-        *EVERY.items(),
-        *((what, every) for what, every in ((ROTATION, 1), ("safetensors:hf", 5), ("dcp", 5))),
-    ],
+    [*EVERY.items(), *((what, every) for what, every in ((ROTATION, 1), ("safetensors:hf", 5), ("dcp", 5)))],
 )
 def test_a_save_killed_at_any_point_leaves_a_complete_checkpoint(tmp_path: Path, what: str, every: int) -> None:
     command = [sys.executable, "-m", "tests.live.save.killed_saves", str(tmp_path), what, str(every)]
