@@ -23,7 +23,6 @@ _LONG = 3600.0
 
 
 def run(rank: int, world: int, folder: str, target: str, how: str) -> None:
-    """Begin a save as one rank, and end, or wait to be killed."""
     errors = os.open(f"{folder}/errors-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, sys.stderr.fileno())
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -16,7 +16,6 @@ _NAME: Any = "joined"
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

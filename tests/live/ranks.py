@@ -172,7 +172,6 @@ class Ranks:
         raise ConnectionError(f"{self.world} ranks did not meet")
 
     def _answer(self, rank: int, where: str) -> Any:
-        """Return what a rank says."""
         if not self.pipes[rank].poll(_PATIENCE):
             self.stop()
             raise TimeoutError(f"rank {rank} of {self.world} hangs in {where}")
@@ -196,6 +195,19 @@ class Ranks:
             if not fine:
                 raise value
         return [value for _, value in answers]
+
+    def refusals(self, task: Task, *args: Any) -> list[TransaxleError]:
+        """Run it everywhere, and return what each rank refuses."""
+        answers = self.answers(task, *args)
+        assert not any(fine for fine, _ in answers), answers
+        assert all(isinstance(error, TransaxleError) for _, error in answers), answers
+        return [error for _, error in answers]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         for pipe in self.pipes:
@@ -238,7 +250,6 @@ def stop_unused() -> None:
 
 
 def stop_all() -> None:
-    """Stop all ranks."""
     for found in _ALIVE.values():
         found.stop()
     _ALIVE.clear()

@@ -35,7 +35,6 @@ _KINDS = ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel", "ForMaskedLM
 
 
 def types() -> list[str]:
-    """Return all model types."""
     return wrappers.types()
 
 

@@ -45,7 +45,6 @@ _EPSILONS = ("exp_avg", "exp_avg_sq")
 
 
 def source(folder: Path, config: dict[str, Any], seed: int = 0) -> str:
-    """Write hub files of a model with random weights."""
     settings, tensors = hub.make(config, seed)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(settings))

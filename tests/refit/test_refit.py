@@ -119,7 +119,6 @@ def _of_two_jobs(rank: int, world: int, folder: str, port: int, config: dict[str
     ],
 )  # fmt: skip
 def test_rounds_of_two_jobs(tmp_path: Path, config: dict[str, Any], how: str, to: str) -> None:
-    """A trainer and an engine that share nothing but an address; what came equals a save of the same step, loaded."""
     world = 6 if how == FSDP_TP else 4
     received = run(world, _of_two_jobs, str(tmp_path), free_port(), config, how, to)
     assert received[: world - 2] == [0] * (world - 2)

@@ -65,11 +65,8 @@ def test_received_tensors_are_what_deepspeed_gathers(
     config: dict[str, Any], dtype: str, world: int, tmp_path: Path
 ) -> None:
     """Ranges that begin and end within rows, and small parameters that DeepSpeed keeps whole on every rank."""
-    ranks = Ranks(world)  # DeepSpeed remembers the process group
-    try:
+    with Ranks(world) as ranks:  # DeepSpeed remembers the process group
         ranks.run(_pushed, config, dtype, str(tmp_path / "saved"))
-    finally:
-        ranks.stop()
 
 
 @pytest.mark.parametrize(

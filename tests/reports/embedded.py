@@ -34,7 +34,6 @@ def parts(page: Path) -> tuple[list[tuple[str, dict[str, str | None]]], Any]:
 
 
 def data(page: Path) -> Any:
-    """Return the data of a page."""
     return parts(page)[1]
 
 

@@ -44,7 +44,6 @@ def _absent(what: str) -> NoReturn:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium."""
     try:
         from playwright.sync_api import sync_playwright
     except ModuleNotFoundError:
@@ -68,13 +67,11 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planned(page: Path) -> Path:
-    """The report of a plan for it."""
     return tx.report(tx.plan(page.parent / "tiny", page.parent / "out", to="torchtitan"), page.parent / "plan.html")
 
 
 @pytest.fixture(scope="module")
 def refused(page: Path) -> Path:
-    """The report of a plan that is refused, because tiles split."""
     source = page.parent / "refused" / "tiny"
     quantized.store(source, quantized.llama(d=256, f=192, g=2, r=2, head=64))
     return tx.report(tx.plan(source, page.parent / "out", to="megatron"), page.parent / "refused.html")
@@ -125,13 +122,11 @@ def sharded(page: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def valued(page: Path) -> Path:
-    """The report of its values."""
     return tx.report(page.parent / "tiny", page.parent / "values.html", values=True)
 
 
 @pytest.fixture(scope="module")
 def finished(page: Path) -> Path:
-    """The report of a conversion that is done, with its plan."""
     source, to = page.parent / "tiny", ("--to", "torchtitan", "--shard-size", "10kB", "--no-sync")
     path = page.parent / "finished.html"
     (page.parent / "done").mkdir()
@@ -167,19 +162,16 @@ def _hostile_plan(hostile: Path, head: int, f: int) -> Path:
 
 @pytest.fixture(scope="module")
 def hostile_plan(hostile: Path) -> Path:
-    """The report of a plan that is possible."""
     return _hostile_plan(hostile, 128, 256)
 
 
 @pytest.fixture(scope="module")
 def hostile_refused_plan(hostile: Path) -> Path:
-    """The report of a plan in which tiles split."""
     return _hostile_plan(hostile, 64, 192)
 
 
 @pytest.fixture(scope="module")
 def hostile_sharding(hostile: Path) -> Path:
-    """The report of a sharding of names that want to run something."""
     held = tuple(ShardedTensor(name, "U8", (size,), {0: (((0, size),),)}) for name, size in HOSTILE.items())
     return tx.report(Sharding((0, 1), held, {"<b>alias</b>": next(iter(HOSTILE))}), hostile.parent / "sharding.html")
 
@@ -196,7 +188,6 @@ def hostile_difference(hostile: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a checkpoint that wants to run something."""
     folder = tmp_path_factory.mktemp("hostile")
     held = {name: np.ones(size, np.uint8) for name, size in HOSTILE.items()}
     source = write(folder / "</script><i>", held, config={"</script><script>alert(2)</script>": "<img src=x>"})
@@ -262,7 +253,6 @@ def test_a_page_fits_and_is_accessible(
 
 
 def test_areas_add_up_to_the_bytes(page: Path, opened: Open) -> None:
-    """At every level down to the tensors, in both orders."""
     shown = opened(page)
     nbytes = sum(each.nbytes for each in tensors().values())
     for order in ("By tensor", "By layer"):

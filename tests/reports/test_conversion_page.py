@@ -144,7 +144,6 @@ def test_counts_of_experts_are_described(tmp_path: Path) -> None:
 
 
 def test_bands_of_fused_tensors_are_as_wide_as_their_parts(tmp_path: Path) -> None:
-    """Of Megatron's fused tensors, each part has the bytes that it has in the source."""
     found = _page(tmp_path, tiny(tmp_path / "source"), "megatron")
     nbytes: dict[str, int] = {}
     for name, values in tensors().items():

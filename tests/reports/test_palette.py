@@ -46,13 +46,11 @@ def named(name: str) -> list[str]:
 
 
 def linear(colour: str) -> Array:
-    """Return the light of a colour."""
     values = np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255
     return np.asarray(np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4))
 
 
 def lab(light: Array) -> Array:
-    """Return lightness and hue."""
     x, y, z = XYZ @ np.clip(light, 0, 1) / XYZ.sum(1)
     x, y, z = (v ** (1 / 3) if v > 216 / 24389 else (24389 / 27 * v + 16) / 116 for v in (x, y, z))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])

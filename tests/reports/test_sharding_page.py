@@ -120,7 +120,6 @@ def test_the_summary(tmp_path: Path) -> None:
 
 
 def test_where_ranks_are_on_the_mesh(tmp_path: Path) -> None:
-    """Of a mesh of 2 x 2 ranks, row by row; the other mesh has no names."""
     found = run(4, _placed)[0][0]
     expected = {rank: {"dp": rank // 2, "ep": rank % 2} for rank in range(4)}
     assert found.coordinates == expected

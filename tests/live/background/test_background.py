@@ -297,7 +297,6 @@ def _saved(state: dict[str, torch.Tensor], target: Path) -> bool:
 
 
 def test_a_save_after_a_failed_allocation_has_its_own_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of the saves before is gone by then, and new memory of the same size takes its place."""
     assert _saved({"w": torch.full((100,), 1.0)}, tmp_path / "first")
     with monkeypatch.context() as patch:
         patch.setattr(asynchronous, "Region", _Refused)
@@ -351,7 +350,6 @@ STILL = 1.0
 
 
 def stopped() -> int:
-    """Stop the background process, and return its number."""
     saver, _ = asynchronous._SAVERS[os.getpid(), (0,)]
     pid = saver._process.pid
     assert pid is not None
@@ -375,7 +373,6 @@ def test_an_earlier_save_never_replaces_a_later_one(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_wait_is_repeated_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends a save to the same place, and it is made again."""
     state = {"w": torch.ones(3)}
     job = tx.async_save(state, tmp_path / "latest", to="safetensors", overwrite=True)
     pid = stopped()
@@ -414,14 +411,12 @@ def _below(process: int) -> Iterator[int]:
 
 
 def _resident(process: int) -> int:
-    """Bytes of memory, files that are mapped aside."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     sizes = [line.split()[1] for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
     return sum(map(int, sizes)) << 10
 
 
 def _counts() -> Counts:
-    """What this rank holds, with the processes that it has started."""
     gc.collect()
     own = list(_below(os.getpid()))
     links = [_target(link) for process in own for link in list(Path(f"/proc/{process}/fd").iterdir())]
@@ -471,7 +466,6 @@ def _soak(rank: int, world: int, folder: str, saves: int) -> tuple[Counts, Count
 
 @pytest.mark.parametrize("saves", [16, pytest.param(300, marks=pytest.mark.oracle)])
 def test_repeated_saves_leak_nothing(saves: int, tmp_path: Path) -> None:
-    """No processes, threads, open files or shared memory, and no bytes that grow with the number of saves."""
     for before, after in run(2, _soak, str(tmp_path), saves):
         grown = {name: after[name] - count for name, count in before.items()}
         assert grown.pop("bytes") < MOST

@@ -156,7 +156,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def job(folder: Path, *program: str, more: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a program by two ranks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *LAUNCHER, *program, *CONVERT, "--items", str(ITEMS), "--on", "torchrun", *more]
     return subprocess.run(

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import transaxle as tx
 from tests.live.ranks import run
 from tests.live.titan import titans
+from tests.live.topologies import full, same
 from tests.oracles.quiet import quiet
 from transaxle.families import builtin
 from transaxle.live.model.state_tensors import leaves
@@ -92,15 +93,7 @@ def tensors(model: nn.Module, optimizer: Any) -> State:
     """Copies of the whole tensors in it."""
     found = own_state(model, optimizer)
     flat = {**found.pop(OPTIMIZER), **found}
-    return {name: whole(tensor) for name, tensor in flat.items() if isinstance(tensor, torch.Tensor)}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def same(first: State, second: State) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return {name: full(tensor) for name, tensor in flat.items() if isinstance(tensor, torch.Tensor)}
 
 
 def save_own(folder: Path, model: nn.Module, optimizer: Any) -> Path:
@@ -180,7 +173,6 @@ def test_fused_models_and_torchtitans_folders_exchange_state(tmp_path: Path, fla
 @pytest.mark.oracle
 @pytest.mark.parametrize("flavour", [LLAMA, QWEN, OSS])
 def test_fused_moments_are_split_as_the_module_splits_weights(tmp_path: Path, flavour: str) -> None:
-    """Both ways: the parts of the fused moment, and the fused moment of a model that holds the parts."""
     model, optimizer = build(flavour, steps=2)
     source = save_own(tmp_path / "theirs", model, optimizer)
     config = {"fuse_qkv": False}

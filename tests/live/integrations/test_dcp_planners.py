@@ -28,6 +28,7 @@ from torch.futures import Future as TorchFuture
 import transaxle as tx
 from tests.live.ranks import run
 from tests.live.reexpress.test_reexpress import CONFIG, automodel, hub
+from tests.live.topologies import full
 from tests.nn.layers import EXPERTS, layer
 from transaxle.errors import TransaxleError
 from transaxle.live.global_tensors import Runs, as_runs
@@ -326,10 +327,7 @@ def _saved(state: Asked, folder: Path) -> str:
 
 
 def _values(asked: Asked) -> dict[str, torch.Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in _flat(asked).items()
-    }
+    return {name: full(value) for name, value in _flat(asked).items()}
 
 
 def _on_a_rank(rank: int, world: int, form: str, folder: str) -> tuple[list[ReadItem], dict[str, torch.Tensor]]:
@@ -373,7 +371,6 @@ def _places(value: torch.Tensor) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("form", "lacking"), [("experts", "fc1.weight2.exp_avg"), ("packed", "fc1.weight.exp_avg")])
 def test_if_the_requested_form_lacks_a_state_the_other_form_is_read(form: str, lacking: str, tmp_path: Path) -> None:
-    """All moments of the parameter come from one form."""
     folder = _saved(_twice(unlike=1000, lacking=lacking), tmp_path / "lacks")
     asked = _asked(form, False)
     items = _read(asked, folder, trust_copies=True)

@@ -20,6 +20,7 @@ from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.ranks import run
 from tests.live.sweeps.test_sweep_optimizers import imported
 from tests.live.topologies import FSDP, LLAMA, MOE, build, full
+from tests.live.training.test_training_state import Loader
 from tests.oracles import hub
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
@@ -177,7 +178,6 @@ def _prepared(rank: int, world: int, seed: int) -> tuple[Any, Any, Any]:
 
 
 def _held(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Weights and moments, whole, by the names of the plain model."""
     names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     return {name: (full(p), full(optimizer.state[p]["exp_avg"])) for name, p in names.items()}
 
@@ -450,14 +450,13 @@ def test_accelerate_saves_under_a_url_and_loads_at_another_world(
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("background", [True])
-def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path, *, background: bool) -> None:
+def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path) -> None:
     """Each checkpoint says which one is the best, so hooks that are made anew keep it, too."""
     model, extra = torch.nn.Linear(2, 2), {"epoch": 3}
 
     def hooks() -> tx.AccelerateHooks:
         url, to = tmp_path / "run", "safetensors:identity"
-        return tx.AccelerateHooks(model, to=to, extra=extra, url=url, keep=1, background=background)
+        return tx.AccelerateHooks(model, to=to, extra=extra, url=url, keep=1, background=True)
 
     first = hooks()
     for number in range(3):
@@ -494,28 +493,15 @@ def test_impossible_arguments_are_refused_when_callbacks_are_created() -> None:
         tx.TrainerCheckpoints(url=3)  # type: ignore[arg-type]  # what is tried
 
 
-class _Place:
-    """A place in the data, as a loader keeps it."""
-
-    def __init__(self, row: int) -> None:
-        self.row = row
-
-    def state_dict(self) -> dict[str, int]:
-        return {"row": self.row}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.row = state["row"]
-
-
 @pytest.mark.peers
 def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
-    model, place = torch.nn.Linear(3, 2), _Place(5)
+    model, place = torch.nn.Linear(3, 2), Loader({"row": 5})
     hooks = tx.AccelerateHooks(model, to="safetensors", extra={"place": place, "name": "first run"})
     (tmp_path / "checkpoint_1").mkdir()
     hooks.save([model], [], str(tmp_path / "checkpoint_1"))
-    place.row = 9
+    place.state = {"row": 9}
     hooks.load([model], str(tmp_path / "checkpoint_1"))
-    assert place.row == 5
+    assert place.state == {"row": 5}
 
 
 @pytest.mark.peers

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
+from tests.live.topologies import full
 from tests.oracles.quiet import quiet
 
 pytestmark = pytest.mark.peers
@@ -45,10 +45,6 @@ def _example() -> Any:
     return TransaxleManager
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def _trained(rank: int, world: int, folder: str, until: int) -> dict[str, torch.Tensor]:
     """Train from the newest checkpoint up to a step, as torchtitan's trainer does; return weights and state."""
     manager_class = _example()
@@ -75,9 +71,9 @@ def _trained(rank: int, world: int, folder: str, until: int) -> dict[str, torch.
         manager.save(progress.step, last_step=progress.step == until)
         manager.maybe_wait_for_staging()
     manager.close()
-    found = {name: _whole(each) for name, each in model.state_dict().items()}
+    found = {name: full(each) for name, each in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        found |= {f"{name}/{key}": _whole(each) for key, each in optimizer.state[parameter].items()}
+        found |= {f"{name}/{key}": full(each) for key, each in optimizer.state[parameter].items()}
     return {**found, "rate": torch.tensor(schedule.get_last_lr()), "step": torch.tensor(progress.step)}
 
 

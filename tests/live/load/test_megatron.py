@@ -51,7 +51,6 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def hubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A hub folder of each model."""
     folders = {}
     for number, (name, sizes) in enumerate(MODELS.items()):
         config, tensors = hub.make(sizes, number)
@@ -178,7 +177,6 @@ __all__ = ["hubs"]
 def saved(
     rank: int, world: int, config: dict[str, Any], degrees: Degrees, source: str, target: str, to: str
 ) -> dict[str, Any]:
-    """Load a hub folder, and save it again."""
     with gpt_job.models(config, degrees) as models:
         state = [model.sharded_state_dict() for model in models]
         load({"model": state}, source)

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import transaxle as tx
 from tests import checkpoints
 from tests.live.ranks import run
+from tests.live.refusals import refused
 from tests.oracles import automodel_peer
 from tests.oracles import hub as hub_models
 from transaxle.errors import TransaxleError
@@ -87,10 +88,8 @@ def _halves(rank: int, world: int, beside: tuple[Shard, ...], folder: str) -> li
     for name, tensor in found.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(whole, truth[name]), name
-    with pytest.raises(TransaxleError) as caught:
+    with refused("MISSING_TENSOR", hint='state, give_back = tx.loadable_as(model, "hf")'):
         state_dict_as(found, "automodel", config=CONFIG, source="hf")
-    assert {refusal.code for refusal in caught.value.refusals} == {"MISSING_TENSOR"}
-    assert 'state, give_back = tx.loadable_as(model, "hf")' in caught.value.hint
     dcp_save(dict(found), checkpoint_id=folder)
     empty = {name: distribute_tensor(torch.zeros_like(full[name]), mesh, placed[name]) for name in full}
     state, give_back = tx.loadable_as(empty, "hf", config=CONFIG, source="automodel")
@@ -122,19 +121,16 @@ def test_gate_and_up_cut_alike_fuse_into_a_strided_shard() -> None:
 
 
 def test_gate_and_up_cut_differently_are_refused() -> None:
-    with pytest.raises(TransaxleError) as found:
+    with refused("UNSUPPORTED", "w1_EFD"):
         run(2, _fused, Shard(1), Shard(2))
-    assert found.value.code == "UNSUPPORTED"
-    assert "w1_EFD" in str(found.value)
 
 
 @pytest.mark.parametrize("dialect", ["automodel", "transformers"])
 def test_a_rank_with_some_experts_cannot_make_the_stack(dialect: str) -> None:
     """Of experts that ranks share out: what a rank lacks is not taken for zeros."""
     mine = {name: tensor for name, tensor in hub(automodel()).items() if ".7." not in name}
-    with pytest.raises(TransaxleError, match=r"this rank has 18 tensors of it, but needs more") as error:
+    with refused("INCOMPLETE", "this rank has 18 tensors of it, but needs more"):
         state_dict_as(mine, dialect, config=CONFIG)
-    assert error.value.code == "INCOMPLETE"
 
 
 # Experts on a mesh (ep_shard, ep), from dialect to dialect: the placements that come out, and every local value.
@@ -304,9 +300,8 @@ def test_single_experts_are_translated_and_back(world: int, sizes: tuple[int, in
                 wanted = {name: placements(down if "down" in name else gates, world) for name in names}
                 check(found, truth, dict.fromkeys(names, mesh["ep_shard"]), wanted)
                 seen |= found.keys()
-                with pytest.raises(TransaxleError) as refused:
+                with refused("INCOMPLETE"):
                     state_dict_as(found, "automodel", config=said, source="hf")
-                assert refused.value.code == "INCOMPLETE"
                 again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
                 made, give_back = loadable_as(again, "hf", config=said, source="automodel")
                 for name, tensor in made.items():
@@ -316,8 +311,7 @@ def test_single_experts_are_translated_and_back(world: int, sizes: tuple[int, in
     assert seen == truth.keys()
 
 
-@pytest.mark.parametrize("world", [4])
-def test_automodels_own_adapter_agrees(world: int) -> None:
+def test_automodels_own_adapter_agrees() -> None:
     """Its adapter, without and with DTensors, where it is right: even cuts, and none through gate and up."""
     sizes = (16, 6, 10)
     said = config(hub_models.STEP, sizes)
@@ -330,7 +324,7 @@ def test_automodels_own_adapter_agrees(world: int) -> None:
     back = state_dict_as(plain, "automodel", config=said, source="hf")
     theirs = automodel_peer.from_hf(said, plain)
     assert all(torch.equal(back[name], tensor) and torch.equal(full[name], tensor) for name, tensor in theirs.items())
-    with played(world) as ranks:
+    with played(4) as ranks:
         for mesh in ranks:
             state = {name: placed(tensor, mesh, (Shard(1), Shard(0))) for name, tensor in full.items()}
             ours = state_dict_as(state, "hf", config=said, source="automodel")
@@ -383,9 +377,8 @@ WAYS: dict[str, Callable[[Tensors], object]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_nonzero_router_bias_is_refused_by_name(way: str) -> None:
     WAYS[way](_titan(0.0))
-    with pytest.raises(TransaxleError, match=r"layers\.0\.moe\.expert_bias_E") as caught:
+    with refused("UNEXPECTED_TENSOR", "layers.0.moe.expert_bias_E"):
         WAYS[way](_titan(0.25))
-    assert {refusal.code for refusal in caught.value.refusals} == {"UNEXPECTED_TENSOR"}
 
 
 def test_loadable_as_resets_the_router_bias() -> None:
@@ -439,10 +432,8 @@ def test_reshard_reports_names_that_one_side_lacks() -> None:
 
 def test_reshard_refuses_states_with_nothing_in_common() -> None:
     target = {"a.b": torch.zeros(2)}
-    with pytest.raises(TransaxleError) as found:
+    with refused("UNKNOWN_FAMILY", "c.d"):
         reshard({"c.d": torch.ones(2)}, target, strict=False)
-    assert found.value.code == "UNKNOWN_FAMILY"
-    assert "c.d" in str(found.value)
     assert not target["a.b"].any()
 
 
@@ -463,9 +454,8 @@ def test_an_untied_head_is_refused_if_the_target_lacks_it() -> None:
     source = {**model.state_dict(), HEAD: model.head.weight.detach().clone()}
     source[HEAD][4, 2] += 1e-6
     target = zeros(EMBED, NORM)
-    with pytest.raises(TransaxleError) as found:
+    with refused("UNEXPECTED_TENSOR", tensors=[HEAD]):
         reshard(source, target)
-    assert [(one.code, one.where.tensor) for one in found.value.refusals] == [("UNEXPECTED_TENSOR", HEAD)]
     assert not target[EMBED].any()
 
 
@@ -474,9 +464,8 @@ def test_a_tied_target_takes_one_name_and_refuses_two_that_differ() -> None:
     assert reshard({EMBED: given.embed.weight, NORM: given.norm.weight}, target).missing == ()
     assert torch.equal(target.head.weight, given.embed.weight)
     before = target.embed.weight.detach().clone()
-    with pytest.raises(TransaxleError) as found:
+    with refused("UNEQUAL_COPIES", tensors=[HEAD]):
         reshard(given, target)
-    assert [(one.code, one.where.tensor) for one in found.value.refusals] == [("UNEQUAL_COPIES", HEAD)]
     assert torch.equal(target.embed.weight, before)
     assert reshard(Tiny(tie=True), target).tensors == 3
 
@@ -509,8 +498,6 @@ def test_ties_that_do_not_hold_on_one_rank_are_refused(tie: str) -> None:
 
 @pytest.mark.parametrize("how", ["refit", "reshard"])
 def test_two_names_of_one_memory_take_equal_tensors_only(how: str) -> None:
-    """The state dict of a tied model has two tensors, but one memory."""
-
     def move(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
         if how == "refit":
             tx.Refit(source, target).push()

@@ -57,7 +57,6 @@ class Threads:
         self.given: dict[int, torch.Tensor] = {}
 
     def run(self, work: Callable[[World], Census]) -> list[Census]:
-        """Let all do something."""
         with ThreadPoolExecutor(len(self.worlds)) as pool:
             return list(pool.map(work, self.worlds))
 

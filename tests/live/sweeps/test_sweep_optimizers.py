@@ -227,7 +227,6 @@ def step(kind: Kind, model: nn.Module, optimizer: Any, seed: int) -> None:
 
 
 def told(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield everything an optimizer keeps."""
     names = {id(p): n for n, p in model.named_parameters()}
     for member, one in enumerate(unwrap_optimizers(optimizer).members):
         for number, group in enumerate(one.param_groups):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from tests.live.ranks import run
+from tests.live.refusals import refused
 from transaxle.errors import TransaxleError
 from transaxle.live.asynchronous import async_save
 from transaxle.live.load import load
@@ -85,7 +86,6 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def _steps(given: Any) -> Any:
-    """Something that steps all of them."""
     if hasattr(given, "step"):
         return given
     several = list(given.values()) if isinstance(given, dict) else list(given)
@@ -184,10 +184,8 @@ def test_zero_redundancy_optimizer_resumes_at_another_world_size(tmp_path: Path,
 
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
     net = model()
-    with pytest.raises(TransaxleError) as found:
+    with refused("NAME_COLLISION", "0 and 1 (AdamW and SGD)"):
         unwrap_optimizers([AdamW(net.parameters()), SGD(net[0].parameters())])
-    assert {one.code for one in found.value.refusals} == {"NAME_COLLISION"}
-    assert "0 and 1 (AdamW and SGD)" in str(found.value)
 
 
 def test_parameters_without_an_optimizer_are_reported(tmp_path: Path) -> None:
@@ -331,7 +329,6 @@ class Fragile(Kinds):
 
 @pytest.mark.parametrize("started", [False, True])
 def test_numbers_tensors_and_settings_keep_their_types(tmp_path: Path, started: bool) -> None:
-    """Numbers stay numbers, tensors without dims stay tensors, and settings keep their types."""
     net = model()
     optimizer = Kinds(net.parameters())
     with torch.no_grad():
@@ -434,10 +431,8 @@ def test_a_group_whose_parameters_had_different_settings_is_refused(tmp_path: Pa
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(1)
-    with pytest.raises(TransaxleError) as found:
+    with refused("UNSUPPORTED", "weight_decay: 0.3 and 0.01"):
         load(other, tmp_path / "out", optimizer=torch.optim.AdamW(other.parameters()))
-    assert found.value.code == "UNSUPPORTED"
-    assert "weight_decay: 0.3 and 0.01" in str(found.value)
     assert all(torch.equal(p, before[n] + 1) for n, p in other.named_parameters())
 
 
@@ -505,7 +500,6 @@ def test_a_setting_that_is_not_plain_data_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     optimizer.param_groups[0]["hook"] = print
     optimizer.state[next(net.parameters())]["history"] = [torch.ones(2)]
-    with pytest.raises(TransaxleError) as found:
+    with refused("UNSUPPORTED"):
         save(net, tmp_path / "out", to="safetensors", optimizer=optimizer)
-    assert found.value.code == "UNSUPPORTED"
     assert not (tmp_path / "out").exists()

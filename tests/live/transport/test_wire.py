@@ -117,7 +117,7 @@ def test_objects_that_cannot_be_encoded_raise_a_type_error() -> None:
         wire.tellable(os.stat_result)
 
 
-class _Canary:
+class Canary:
     """An object whose pickle makes a folder where it is read."""
 
     def __init__(self, folder: Path) -> None:
@@ -135,8 +135,8 @@ def _hostile(folder: Path) -> list[bytes]:
     for _ in range(500):
         deep = [0, deep]
     return [
-        pickle.dumps(_Canary(folder)),
-        pickle.dumps(_Canary(folder), 0),
+        pickle.dumps(Canary(folder)),
+        pickle.dumps(Canary(folder), 0),
         pack([kind.RECORD, "posix.mkdir", str(folder)]),
         pack([kind.RECORD, "os.mkdir", str(folder)]),
         pack([kind.RECORD, "transaxle.live.transport.shared_memory.Region", 5]),
@@ -167,7 +167,6 @@ def _hostile(folder: Path) -> list[bytes]:
 
 
 def test_hostile_bytes_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pickles of a canary, and everything else that `encode` does not write, are refused."""
     canary, asked = tmp_path / "canary", list[str]()
     monkeypatch.setattr(torch, "__getattr__", asked.append)  # it imports modules
     for octets in _hostile(canary):
@@ -175,7 +174,7 @@ def test_hostile_bytes_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             wire.decode(octets)
         assert found.value.code == "CORRUPT", octets
     assert not canary.exists()
-    pickle.loads(pickle.dumps(_Canary(canary)))  # noqa: S301 - the canary sings where it is unpickled
+    pickle.loads(pickle.dumps(Canary(canary)))  # noqa: S301 - the canary sings where it is unpickled
     assert canary.exists()
     assert wire.decode(wire.encode(refuse("IO", "x"))).code == "IO"
     assert not asked
@@ -266,7 +265,7 @@ CHANNELS: dict[str, Callable[[bytes, Path], object]] = {
 @pytest.mark.parametrize("protocol", [0, 5])
 def test_a_pickle_in_any_channel_runs_no_code(channel: str, protocol: int, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
-    octets = pickle.dumps(_Canary(canary), protocol)
+    octets = pickle.dumps(Canary(canary), protocol)
     (tmp_path / "scratch").mkdir()
     with suppress(tx.TransaxleError, ValueError):  # msgspec's errors are ValueErrors; some channels take it for absent
         assert CHANNELS[channel](octets, tmp_path / "scratch") in (None, True)
@@ -281,7 +280,7 @@ def _pickling(rank: int, world: int, port: int, canary: str, made: str) -> list[
     else:
         group = dist.new_group()
     together, said = World(group), list[str]()
-    for octets in (pickle.dumps(_Canary(Path(canary)), 0), pickle.dumps(_Canary(Path(canary)))):
+    for octets in (pickle.dumps(Canary(Path(canary)), 0), pickle.dumps(Canary(Path(canary)))):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(wire, "encode", lambda *_, octets=octets: octets)

@@ -82,7 +82,6 @@ class Server:
         return found
 
     def answers(self) -> list[list[int]]:
-        """Return what it says to all prompts."""
         return [self.tokens(prompt) for prompt in PROMPTS]
 
     def workers(self) -> list[int]:
@@ -92,7 +91,6 @@ class Server:
         return [int(pid) for pid, group, args in rows if int(group) == self.group and "Worker" in args]
 
     def wait(self) -> None:
-        """Wait until it answers."""
         end = time.monotonic() + START
         while time.monotonic() < end and self.process is not None and self.process.poll() is None:
             try:
@@ -103,7 +101,6 @@ class Server:
         raise AssertionError(f"vLLM did not start:\n{self.log.read_text(errors='replace')[-4000:]}")
 
     def stop(self) -> None:
-        """End it, and all of its processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         if self.process is not None:

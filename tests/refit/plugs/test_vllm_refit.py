@@ -83,7 +83,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @contextmanager
 def _started(folder: Path, workers: dict[str, int]) -> Iterator[Engines]:
-    """Start a server of each model, on so many workers."""
     found = Engines(folder)
     with ExitStack() as stack:
         for name, count in workers.items():
@@ -221,14 +220,10 @@ def _from_zero3(rank: int, world: int, folder: str, server: Server) -> Answers:
 
 @pytest.mark.peers
 def test_a_trainer_under_zero3(engines: Engines) -> None:
-    """Each rank of DeepSpeed has ranges of elements, and gives these."""
     server, folder = engines.servers["llama"], str(engines.folder / "zero3")
     before = server.answers()
-    ranks = Ranks(2)  # DeepSpeed remembers the process group
-    try:
+    with Ranks(2) as ranks:  # DeepSpeed remembers the process group
         said = ranks.run(_from_zero3, folder, server)[0]
-    finally:
-        ranks.stop()
     assert said == engines.said("llama", folder, [])[0] != before
 
 
@@ -279,7 +274,6 @@ def _wrong(rank: int, world: int, server: Server) -> str:
 
 
 def test_another_config_is_refused_on_both_sides(engines: Engines) -> None:
-    """The same shapes with other heads."""
     server = engines.servers["llama"]
     before = server.answers()
     first, second = run(2, _wrong, server)
@@ -322,11 +316,8 @@ def test_a_killed_trainer_leaves_the_old_weights(name: str, victim: int, engines
     """The engine answers as before, and the next trainer can push."""
     server = engines.servers[name]
     before = server.answers()
-    ranks = Ranks(2)
-    try:
+    with Ranks(2) as ranks:
         answers = ranks.answers(_killing, name, server, victim)
-    finally:
-        ranks.stop()
     assert answers[victim] == (False, DIED)
     fine, said = answers[1 - victim]
     assert fine, said
@@ -343,7 +334,6 @@ def _once(rank: int, world: int, name: str, server: Server) -> None:
 
 
 def test_the_example_of_the_page_works(engines: Engines, tmp_path: Path) -> None:
-    """Run the trainer's code of the page with this server."""
     server = engines.servers["llama"]
     page = (ROOT / "docs/how-to/refit-vllm.md").read_text("utf-8")
     block = page.partition("```python\n")[2].partition("```")[0]
