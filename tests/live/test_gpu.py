@@ -15,13 +15,12 @@ pytestmark = pytest.mark.gpu
 DIALECT = "transformers"
 
 
-def _empty(source: Path) -> dict[str, torch.Tensor]:
-    """Tensors on the GPU for everything that the source holds, under another dialect's names."""
+def empty(source: str | Path, dialect: str = DIALECT) -> dict[str, torch.Tensor]:
+    """Tensors on the GPU for everything that the source holds, under a dialect's names."""
     with tx.open(source) as checkpoint:
-        view = checkpoint.as_dialect(DIALECT)
         return {
             name: torch.full(tensor.shape, 7, dtype=torch_dtype(tensor.dtype), device="cuda")
-            for name, tensor in view.items()
+            for name, tensor in checkpoint.as_dialect(dialect).items()
         }
 
 
@@ -31,7 +30,7 @@ def _octets(tensor: torch.Tensor) -> bytes:
 
 def test_loaded_values_are_the_files_own(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
-    state = _empty(source)
+    state = empty(source)
     turned = {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in state.items()}
     for each in (state, turned):
         report = tx.load(each, source, dialect=DIALECT)
@@ -43,7 +42,7 @@ def test_loaded_values_are_the_files_own(tmp_path: Path) -> None:
 
 def test_saved_files_hold_what_was_on_the_gpu(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
-    state = _empty(source)
+    state = empty(source)
     tx.load(state, source, dialect=DIALECT)
     tx.save(state, tmp_path / "out", to="hf", config=checkpoints.CONFIG, dialect=DIALECT)
     assert tx.diff(source, tmp_path / "out").equal
@@ -56,7 +55,7 @@ def test_saved_files_hold_what_was_on_the_gpu(tmp_path: Path) -> None:
 
 def test_the_adapter_stays_on_the_gpu(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
-    state = _empty(source)
+    state = empty(source)
     tx.load(state, source, dialect=DIALECT)
     with tx.open(source) as checkpoint:
         found = tx.state_dict_as(state, "hf", config=checkpoints.CONFIG, source=DIALECT)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from tests.oracles import hub
 
@@ -23,22 +23,17 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "tie_word_embeddings": False,
 }  # fmt: skip
-MOE = {
-    "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "tie_word_embeddings": False,
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1,
+MOE = LLAMA | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "decoder_sparse_step": 1,
 }  # fmt: skip
 ROWS, TOKENS = 4, 8
 """Rows of the batch, and tokens of each; ranks that are data parallel share the rows out."""
-PLAN = {
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
-}
+_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+PLAN: dict[str, ParallelStyle] = {
+    **{name: ColwiseParallel() for name in _COLUMNS}, **{name: RowwiseParallel() for name in _ROWS},
+}  # fmt: skip
 Tensors = dict[str, torch.Tensor]
 ALONE, FSDP, HSDP, TP, FSDP_TP, PP = "one process", "fsdp", "hsdp", "tp", "fsdp x tp", "pp"
 _EPSILONS = ("exp_avg", "exp_avg_sq")
@@ -72,7 +67,8 @@ def stage(model: Any, place: int, size: int) -> Any:
     return model
 
 
-def _shards(model: Any, mesh: DeviceMesh) -> None:
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    """Cut a model's layers, and then the rest, by FSDP2."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -86,7 +82,7 @@ def _tensor_parallel(model: Any, data: int) -> None:
         for layer in model.model.layers:
             parallelize_module(layer, grid["tp"], PLAN)
         if data > 1:
-            _shards(model, grid["dp"])
+            shard(model, grid["dp"])
         return
     from transformers.distributed import DistributedConfig
 
@@ -96,8 +92,8 @@ def _tensor_parallel(model: Any, data: int) -> None:
 
 _WAYS: Mapping[str, Callable[[Any], object]] = {
     ALONE: lambda model: model,
-    FSDP: lambda model: _shards(model, init_device_mesh("cpu", (dist.get_world_size(),))),
-    HSDP: lambda model: _shards(
+    FSDP: lambda model: shard(model, init_device_mesh("cpu", (dist.get_world_size(),))),
+    HSDP: lambda model: shard(
         model, init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     ),
     TP: lambda model: _tensor_parallel(model, 1),

@@ -64,11 +64,8 @@ def test_an_adapter_is_sent_alone() -> None:
 
 def _sharded(rank: int, world: int) -> float:
     """Merge under FSDP2; return how far the result is from that of one process."""
-    model, engine = _base(1), _base(2)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    engine = _base(2)
+    model = _filled(peft.get_peft_model(_base(1), peft.LoraConfig(r=2, target_modules=TARGETS)), 1)
     wanted = _merged(model)
     mesh = init_device_mesh("cpu", (world,))
     for layer in model.base_model.model.model.layers:
@@ -118,7 +115,6 @@ def _tied_model(seed: int, *, tied: bool) -> Any:
 )
 def test_an_adapter_on_tied_weights(how: dict[str, Any], *, one: bool) -> None:
     """If the adapter changes only one of both tied weights, only an engine with an untied head can take it."""
-
     model = peft.get_peft_model(_tied_model(1, tied=True), peft.LoraConfig(r=2, **how)).eval()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -151,10 +147,7 @@ def test_adapters_of_two_parameters_of_one_module_are_all_merged() -> None:
 
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = peft.get_peft_model(base(1), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
-    before, engine = _whole(model), base(2)
+    before, engine = _whole(_filled(model, 1)), base(2)
     tx.Refit(model, engine, adapter="merged").push()
     wanted = _merged(model)
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in engine.state_dict().items())

@@ -11,38 +11,23 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.live.save.test_published_codes import HEAD, _model
+from tests.live.save.test_published_codes import HEAD, PLAIN, model_of
+from tests.live.topologies import shard
 from tests.quant.kinds import MORE, raw
 from transaxle.live.model.state_tensors import leaves
 from transaxle.quant import quantize_
 from transaxle.torch_tensors import as_dtensor, local_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PLAIN = "plain"
-
-
-def _model_of(kind: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A llama, in codes or plain."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if kind != PLAIN:
-        return _model("llama", kind, seed)
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 96}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "head_dim": 32}
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype)
 
 
 def _sharded(model: Any, world: int) -> Any:
-    mesh = init_device_mesh("cpu", (world,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    shard(model, init_device_mesh("cpu", (world,)))
+    return model
 
 
 def _bytes(model: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -51,12 +36,12 @@ def _bytes(model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 def _quantized(rank: int, world: int, source: str, target: str, dtype: torch.dtype) -> list[str]:
     """Push twice; return the entries of the target that are not those of a model that was quantized whole."""
-    trainer = _sharded(_model_of(source, 1, dtype), world)
-    engine = _sharded(_model_of(target, 2), world)
+    trainer = _sharded(model_of("llama", source, 1, dtype), world)
+    engine = _sharded(model_of("llama", target, 2), world)
     refit = tx.Refit(trainer, engine, dtype="bf16" if dtype == torch.float32 else None)
     wrong = []
     for step in range(2):
-        whole = _model_of(source, 1, dtype)
+        whole = model_of("llama", source, 1, dtype)
         if source == PLAIN:
             with torch.no_grad():
                 for parameter in trainer.parameters():

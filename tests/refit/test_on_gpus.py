@@ -12,19 +12,9 @@ import transaxle as tx
 from tests import checkpoints
 from tests.live.jobs import SECRET, apart, free_port
 from tests.live.ranks import run
-from transaxle.torch_tensors import torch_dtype
+from tests.live.test_gpu import DIALECT, empty
 
 pytestmark = pytest.mark.gpu
-DIALECT = "transformers"
-
-
-def _empty(folder: str, dialect: str) -> dict[str, torch.Tensor]:
-    """Tensors of zeros on this rank's GPU, under a dialect's names."""
-    with tx.open(folder) as checkpoint:
-        return {
-            name: torch.zeros(tensor.shape, dtype=torch_dtype(tensor.dtype), device="cuda")
-            for name, tensor in checkpoint.as_dialect(dialect).items()
-        }
 
 
 def _pushed(rank: int, world: int, folder: str, port: int, backend: str) -> int:
@@ -32,8 +22,8 @@ def _pushed(rank: int, world: int, folder: str, port: int, backend: str) -> int:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     job, _ = apart(rank, world, 1)
     group = tx.refit.meet(f"127.0.0.1:{port}", number=rank, size=world, backend=backend, secret=SECRET)
-    state: Any = _empty(folder, "hf" if job == 0 else DIALECT)
-    truth = _empty(folder, DIALECT)
+    state: Any = empty(folder, "hf" if job == 0 else DIALECT)
+    truth = empty(folder)
     received = 0
     if job == 0:
         tx.load(state, folder)

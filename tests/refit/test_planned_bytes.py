@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.live.topologies import LLAMA, MOE
+from tests.live.topologies import LLAMA, MOE, shard
 from tests.oracles import hub
 from transaxle.axes.geometry import Intervals, whole
 from transaxle.engine.plan.rank_parts import engine_parts
@@ -52,9 +51,7 @@ def _pushed(rank: int, world: int, folder: str, config: dict[str, Any], layout: 
     if begin == 0 or rank < TRAINERS:
         torch.manual_seed(0)
         model = hub.model(config, torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model, mesh)
     engine = _engine(folder, config, 2, (rank - begin) % 2) if rank >= begin else {}
     with tx.Refit(model, engine, dtype="bf16", dialect=VLLM, family=config["model_type"]) as refit:
         report = refit.push()

@@ -21,7 +21,7 @@ import torch
 from safetensors.numpy import load_file
 
 import transaxle as tx
-from tests.checkpoints import CONFIG, GATE, SIZES, shapes, tensors, tiny, write
+from tests.checkpoints import CONFIG, GATE, SIZES, read, shapes, tensors, tiny, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
 from tests.engine import quantized
 from tests.formats.dcp import test_quantized_chunks as chunks
@@ -45,15 +45,11 @@ HOSTILE = {
 """Names that somebody may have written into a file -> elements."""
 
 
-def _stored(folder: Path) -> dict[str, np.ndarray]:
-    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
-
-
 def test_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     """Counted with numpy and nothing of ours: totals, rules, types, files, and every leaf of the treemap."""
     source = tiny(tmp_path / "source", shards=3)
     found = data(tx.report(source, tmp_path / "page.html"))
-    held = _stored(source)
+    held = read(source)
     nbytes = sum(each.nbytes for each in held.values())
     assert found["facts"]["bytes"] == found["figures"]["bytes"]["data"]["bytes"] == nbytes
     assert found["facts"]["parameters"] == sum(each.size for each in held.values())
@@ -86,15 +82,21 @@ def test_numbers_are_those_of_info(tmp_path: Path, transaxle: Transaxle) -> None
     assert {row["axis"]: row["size"] for row in table(found, "axes")} == told["axes"]
 
 
-def test_encoded_tensors_and_their_scales_are_apart(tmp_path: Path) -> None:
-    quantized.store(tmp_path / "fp8", quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=2))
-    found = data(tx.report(tmp_path / "fp8", tmp_path / "page.html"))
-    held = tx.open(tmp_path / "fp8")
+def test_encoded_tensors_are_apart_from_their_scales_and_decoded(tmp_path: Path) -> None:
+    held, config = quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=2)
+    quantized.store(tmp_path / "fp8", (held, config))
+    page = tx.report(tmp_path / "fp8", tmp_path / "page.html", values=True)
+    found, values = data(page), _rows(page)
     rows = {row["tensor"]: row for row in table(found, "layout")}
     codes, scales = rows["down (codes, float8_block)"], rows["down (scale, float8_block)"]
     assert (codes["type"], codes["bytes"]) == ("F8_E4M3", 2 * 256 * 384)
     assert (scales["tensors"], scales["bytes"]) == (2, 2 * 2 * 3 * 4)
     assert sum(leaf_bytes(found).values()) == sum(each.nbytes for each in held.values())
+    name = "model.layers.1.mlp.down_proj.weight"
+    exact = quantized.dequantized(held[name], held[name + quantized.SCALE])
+    assert values[name]["max"] == pytest.approx(exact.max(), rel=1e-6)
+    assert values[name]["RMS"] == pytest.approx(np.sqrt(np.square(exact).mean()), rel=1e-6)
+    assert name + quantized.SCALE not in values
 
 
 def test_optimizer_states_are_apart_from_weights(tmp_path: Path) -> None:
@@ -155,9 +157,8 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     """The page has the tags of any other, its policy allows its own scripts alone, and the names arrive whole."""
     held = {name: np.ones(size, np.uint8) for name, size in HOSTILE.items()}
     metadata = {"</script><b>": "<script>alert(1)</script>" * 50}
-    source = write(
-        tmp_path / "</script><i>", held, config={"model_type": "</script><script>alert(2)</script>"} | metadata
-    )
+    config = {"model_type": "</script><script>alert(2)</script>"} | metadata
+    source = write(tmp_path / "</script><i>", held, config=config)
     hostile = tx.report(source, tmp_path / "hostile.html")
     plain = tx.report(write(tmp_path / "plain", {"w": np.ones(3)}, config={"a": 1}), tmp_path / "plain.html")
     tags, found = parts(hostile)
@@ -350,9 +351,8 @@ def test_a_cut_inside_a_tile_is_drawn(tmp_path: Path) -> None:
     page = data(refusal_page(cut_inside_a_tile(tmp_path / "a"), tmp_path / "page.html"))
     halves = [(128, 192, "the chunk at [0, 0]", "(1, 0)"), (192, 256, "the chunk at [192, 0]", "(0, 0)")]
     found = table(page, "split")
-    assert [
-        (row["from position"], row["to before"], row["source"], row["tile of the source"]) for row in found
-    ] == halves
+    keys = "from position", "to before", "source", "tile of the source"
+    assert [tuple(row[key] for key in keys) for row in found] == halves
     assert {(row["tensor"], row["dim"], row["its tile"]) for row in found} == {(chunks.NAME, 0, "(1, 0)")}
     drawn = page["figures"]["split"]["data"]
     assert [values[0] for _, _, _, values, _ in sorted(drawn["cells"])] == [0] * 64 + [1] * 64
@@ -403,15 +403,11 @@ def test_numbers_are_those_of_numpy(shards: int, tmp_path: Path) -> None:
     for name, values in held.items():
         _check(rows[name], values)
     drawn = data(page)["figures"]["values"]["data"]
-    for column, row, state, (largest, rms), _ in drawn["cells"]:
-        if (drawn["rows"][row], drawn["columns"][column]) == ("down", "1"):
-            mine = [v.astype(np.float64) for n, v in held.items() if "layers.1." in n and "down_proj" in n]
-            assert largest == max(np.abs(each).max() for each in mine)
-            assert rms == pytest.approx(np.sqrt(np.mean([np.square(each).mean() for each in mine])))
-            assert state == ""
-            break
-    else:
-        pytest.fail("no such cell")
+    at = [drawn["columns"].index("1"), drawn["rows"].index("down")]
+    ((state, (largest, rms)),) = (cell[2:4] for cell in drawn["cells"] if cell[:2] == at)
+    mine = [v.astype(np.float64) for n, v in held.items() if "layers.1." in n and "down_proj" in n]
+    assert (state, largest) == ("", max(np.abs(each).max() for each in mine))
+    assert rms == pytest.approx(np.sqrt(np.mean([np.square(each).mean() for each in mine])))
     measure = drawn["measures"][0]
     assert len(measure["labels"]) == len(measure["bounds"]) + 1 <= 6
 
@@ -484,10 +480,8 @@ def test_channels_that_stand_out(tmp_path: Path) -> None:
                 assert each.outlier_ratio == pytest.approx(largest.max() / np.median(largest))
             assert found["even"].outliers == ()
     page = data(tx.report(tmp_path / "ck", tmp_path / "page.html", values=True))
-    assert {row["name"]: row["which, the largest first"] for row in table(page, "channels")} == {
-        "half": "50, 7",
-        "single": "50, 7",
-    }
+    channels = {row["name"]: row["which, the largest first"] for row in table(page, "channels")}
+    assert channels == dict.fromkeys(("half", "single"), "50, 7")
 
 
 @pytest.mark.parametrize("name", ["complex32", "complex64", "complex128"])
@@ -498,17 +492,6 @@ def test_complex_numbers_are_not_measured(tmp_path: Path, name: str) -> None:
     with tx.open(file) as checkpoint:
         found = measure_values(checkpoint, limits(1))
     assert (list(found.tensors), found.unmeasured) == (["w"], ("x",))
-
-
-def test_quantized_tensors_are_decoded(tmp_path: Path) -> None:
-    held, config = quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=2)
-    quantized.store(tmp_path / "fp8", (held, config))
-    rows = _rows(tx.report(tmp_path / "fp8", tmp_path / "page.html", values=True))
-    name = "model.layers.1.mlp.down_proj.weight"
-    exact = quantized.dequantized(held[name], held[name + quantized.SCALE])
-    assert rows[name]["max"] == pytest.approx(exact.max(), rel=1e-6)
-    assert rows[name]["RMS"] == pytest.approx(np.sqrt(np.square(exact).mean()), rel=1e-6)
-    assert name + quantized.SCALE not in rows
 
 
 def test_the_command_has_it(tmp_path: Path, transaxle: Transaxle) -> None:

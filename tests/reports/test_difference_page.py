@@ -42,10 +42,8 @@ def changed() -> tuple[Tensors, Tensors]:
 
 
 def pair(folder: Path) -> tuple[Path, Path]:
-    first, second = changed()
-    return write(folder / "a", first, config={**CONFIG, **DEEP}), write(
-        folder / "b", second, shards=3, config={**CONFIG, **DEEP}
-    )
+    (first, second), config = changed(), {**CONFIG, **DEEP}
+    return write(folder / "a", first, config=config), write(folder / "b", second, shards=3, config=config)
 
 
 def _wide(values: Any) -> Any:

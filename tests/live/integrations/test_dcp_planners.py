@@ -136,15 +136,7 @@ def _experts(world: int, *, fill: float | None = None) -> dict[str, DTensor]:
 
 def _dialects(rank: int, world: int, target: str, kind: str) -> None:
     state = _experts(world)
-    moments = {
-        "optimizer": {
-            "state": {
-                name: {"exp_avg": DTensor.from_local(t.to_local() + 9000, t.device_mesh, t.placements, run_check=False,
-                                                     shape=t.shape, stride=t.stride())}
-                for name, t in state.items()
-            }
-        }
-    }  # fmt: skip
+    moments = {"optimizer": {"state": {name: {"exp_avg": tensor + 9000} for name, tensor in state.items()}}}
     said: dict[str, Any] = {"config": CONFIG, "source": "automodel"}
     planner = SavePlanner("hf", **said)
     everything: dict[str, Any] = {**state, **moments, "step": 3}
@@ -154,11 +146,8 @@ def _dialects(rank: int, world: int, target: str, kind: str) -> None:
         _async(everything, target, kind, planner)
         state = _experts(world)
     again = _experts(world, fill=-1)
-    other = {
-        "optimizer": {"state": {name: {"exp_avg": value} for name, value in _experts(world, fill=-2).items()}},
-        "step": 0,
-    }
-    mine: dict[str, Any] = {**again, **other}
+    empty = {name: {"exp_avg": value} for name, value in _experts(world, fill=-2).items()}
+    mine: dict[str, Any] = {**again, "optimizer": {"state": empty}, "step": 0}
     load(mine, checkpoint_id=target, planner=LoadPlanner("hf", **said))
     for name, value in again.items():
         assert torch.equal(value.to_local(), state[name].to_local()), name

@@ -16,12 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
 from tests.live.ranks import run
 from tests.live.refusals import refused
-from tests.live.topologies import LLAMA, full
+from tests.live.topologies import LLAMA, full, shard
 from tests.oracles import hub
 from tests.oracles.quiet import quiet
 from transaxle.engine.checkpoint.settings import CONFIG
@@ -123,9 +122,7 @@ def by_automodel(rank: int, world: int, folder: str, kind: str, consolidated: st
         torch.manual_seed(3)
         model = hub.model(BIASED, torch.float32)
         mesh = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         _step(model, optimizer)
         place = Path(folder, f"checkpoint-{STEPS}")

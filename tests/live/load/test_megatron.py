@@ -37,15 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixed": {**_SIZES, **_EXPERTS, "mlp_only_layers": [0, 2]},
 }
 JOBS = [
-    ("dense", Degrees(tp=2, pp=2)),
-    ("dense", Degrees(tp=4, padded=256)),
-    ("dense", Degrees(tp=2, pp=2, vp=2)),
-    ("tied", Degrees(tp=2, pp=2)),
-    ("mixture", Degrees(pp=2, ep=2)),
-    ("mixture", Degrees(tp=2, ep=2)),
-    ("mixture", Degrees(tp=2, ep=2, etp=1)),
-    ("mixed", Degrees(pp=2, ep=2)),
-]
+    ("dense", Degrees(tp=2, pp=2)), ("dense", Degrees(tp=4, padded=256)), ("dense", Degrees(tp=2, pp=2, vp=2)),
+    ("tied", Degrees(tp=2, pp=2)), ("mixture", Degrees(pp=2, ep=2)), ("mixture", Degrees(tp=2, ep=2)),
+    ("mixture", Degrees(tp=2, ep=2, etp=1)), ("mixed", Degrees(pp=2, ep=2)),
+]  # fmt: skip
 """Models on four ranks. 50 rows of vocabulary padded to 256 leave three of four ranks nothing else than padding."""
 
 
@@ -145,9 +140,8 @@ def test_vocabulary_padding_of_another_size_needs_the_config(hubs: dict[str, str
     """A folder of DCP does not say which of its 64 rows are vocabulary; a config does."""
     folder = str(tmp_path / "dcp")
     run(2, saved, MODELS["dense"], Degrees(tp=2), hubs["dense"], folder, "dcp:identity")
-    with pytest.raises(
-        Refused, match=r"(?s)embedding.*\[56, 64\] in the model, but \[64, 64\].*give config="
-    ) as caught:
+    said = r"(?s)embedding.*\[56, 64\] in the model, but \[64, 64\].*give config="
+    with pytest.raises(Refused, match=said) as caught:
         run(2, _rows, folder, Degrees(tp=2, padded=56), {"config": {"vocab_size": None}})
     assert {refusal.code for refusal in caught.value.refusals} == {"SHAPE_MISMATCH"}
     names = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -347,39 +341,23 @@ def _broken(_: str, value: torch.Tensor, *__: Any) -> Any:
     raise ValueError("no such split")
 
 
+def _norm(data: torch.Tensor | None, shape: tuple[int, ...] = (2, WIDTH), offset: tuple[int, ...] = (0, 0)) -> Any:
+    return _shard("norm", data, shape, offset)
+
+
 REFUSED: list[tuple[str, Callable[[], list[Any]], str]] = [
-    ("UNSUPPORTED", lambda: [_shard("norm", None, (2, WIDTH), (0, 0))], "without its data"),
-    (
-        "UNSUPPORTED",
-        lambda: [_shard("norm", torch.zeros(WIDTH).as_subclass(_Codes), (2, WIDTH), (0, 0))],
-        "a _Codes, whose",
-    ),
-    ("UNSUPPORTED", lambda: [_shard("norm", torch.zeros(WIDTH, device="meta"), (2, WIDTH), (0, 0))], "meta device"),
-    ("UNSUPPORTED", lambda: [_shard("norm", torch.zeros(1).expand(WIDTH), (2, WIDTH), (0, 0))], "share memory"),
-    ("UNSUPPORTED", lambda: [_shard("norm", torch.zeros(WIDTH), (2, WIDTH), (2, 0))], "at [2, 0] is no part of [2, 4]"),
-    (
-        "SHAPE_MISMATCH",
-        lambda: [_norms()[0], _shard("norm", torch.zeros(WIDTH), (3, WIDTH), (1, 0))],
-        "[2, 4] and [3, 4]",
-    ),
-    (
-        "DTYPE_MISMATCH",
-        lambda: [_norms()[0], _shard("norm", torch.zeros(4).half(), (2, 4), (1, 0))],
-        "float32 and torch.fl",
-    ),
+    ("UNSUPPORTED", lambda: [_norm(None)], "without its data"),
+    ("UNSUPPORTED", lambda: [_norm(torch.zeros(WIDTH).as_subclass(_Codes))], "a _Codes, whose"),
+    ("UNSUPPORTED", lambda: [_norm(torch.zeros(WIDTH, device="meta"))], "meta device"),
+    ("UNSUPPORTED", lambda: [_norm(torch.zeros(1).expand(WIDTH))], "share memory"),
+    ("UNSUPPORTED", lambda: [_norm(torch.zeros(WIDTH), offset=(2, 0))], "at [2, 0] is no part of [2, 4]"),
+    ("SHAPE_MISMATCH", lambda: [_norms()[0], _norm(torch.zeros(WIDTH), (3, WIDTH), (1, 0))], "[2, 4] and [3, 4]"),
+    ("DTYPE_MISMATCH", lambda: [_norms()[0], _norm(torch.zeros(4).half(), offset=(1, 0))], "float32 and torch.fl"),
     ("NAME_COLLISION", lambda: [*_norms(), *_norms()], "the same part"),
     ("NAME_COLLISION", lambda: [*_norms(), *_norms(key="there")], "has it as its key"),
     ("UNSUPPORTED", lambda: [_mapping().ShardedTensorFactory("norm", torch.zeros(4), _broken, None)], "no such split"),
-    (
-        "UNSUPPORTED",
-        lambda: [_shard("norm", torch.zeros(rows, 2), (4, 4), at) for rows, at in ((2, (0, 0)), (2, (2, 2)))],
-        "no grid",
-    ),
-    (
-        "UNSUPPORTED",
-        lambda: [_shard("norm", torch.zeros(rows, 4), (4, 4), at) for rows, at in ((3, (0, 0)), (2, (2, 0)))],
-        "no grid",
-    ),
+    ("UNSUPPORTED", lambda: [_norm(torch.zeros(2, 2), (4, 4), at) for at in ((0, 0), (2, 2))], "no grid"),
+    ("UNSUPPORTED", lambda: [_norm(torch.zeros(3, 4), (4, 4)), _norm(torch.zeros(2, 4), (4, 4), (2, 0))], "no grid"),
 ]
 
 

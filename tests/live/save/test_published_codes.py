@@ -13,34 +13,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
 from tests.live.ranks import run
 from tests.live.refusals import refused
+from tests.live.topologies import shard
 from tests.quant.kinds import KINDS, MORE, raw
 from transaxle.quant import MXFP8, Float8Block, Float8CurrentScaling, MasterWeights, QuantizedTensor, quantize_
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-HEAD = "lm_head"
+HEAD, PLAIN = "lm_head", "plain"
 NAMES = [name for name in MORE if "E5M2" not in name]
 FAMILIES = "llama", "qwen3_moe"
 PACKED, SCALE, GLOBAL = "weight_packed", "weight_scale", "weight_global_scale"
 Positions = dict[str, dict[str, torch.Tensor]]
 
 
-def _model(family: str, kind: str, seed: int = 0, **more: Any) -> Any:
+def model_of(family: str, kind: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model, in codes or plain."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 96}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "head_dim": 32}
     torch.manual_seed(seed)
     if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **more)).bfloat16()
+        model = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype)
     else:
         sizes |= {"moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 2}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **more)).bfloat16()
-    quantize_(model, MORE[kind], lambda name, _: name != HEAD)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).to(dtype)
+    if kind != PLAIN:
+        quantize_(model, MORE[kind], lambda name, _: name != HEAD)
     return model
 
 
@@ -68,11 +70,9 @@ def _save(rank: int, world: int, folder: Path) -> tuple[dict[str, Positions], di
     mesh = init_device_mesh("cpu", (world,))
     for family in FAMILIES:
         for kind in NAMES:
-            model = _model(family, kind)
+            model = model_of(family, kind)
             held[f"{family} {kind}"] = _held(model)
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+            shard(model, mesh)
             report = tx.save(model, folder / f"{family} {kind}", to="hf", config=_config(model), sync=False)
             left[f"{family} {kind}"] = report.ignored
     return held, left
@@ -162,7 +162,7 @@ def _decompressed(files: Any, name: str, said: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.peers
 @pytest.mark.parametrize("kind", [*KINDS, "mxfp8, both ways", "nvfp4, 16x16, both ways"])
 def test_a_state_dict_and_a_conversion_give_the_same_files(kind: str, tmp_path: Path) -> None:
-    model = _model("llama", kind)
+    model = model_of("llama", kind)
     config = _config(model)
     tx.save(model, tmp_path / "model", to="hf", config=config, sync=False)
     tx.save(model.state_dict(), tmp_path / "state", to="hf", config=config, sync=False)
@@ -175,7 +175,7 @@ def test_a_state_dict_and_a_conversion_give_the_same_files(kind: str, tmp_path: 
 
 @pytest.mark.peers
 def test_a_background_save_gives_the_same_codes_and_the_masters_beside_them(tmp_path: Path) -> None:
-    config = _config(model := _model("llama", list(KINDS)[-1]))
+    config = _config(model := model_of("llama", list(KINDS)[-1]))
     masters = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     tx.save(model, tmp_path / "model", to="hf", config=config, sync=False)
     tx.async_save(model, tmp_path / "later", to="hf", optimizer=masters, config=config, sync=False).result()
@@ -190,7 +190,7 @@ def test_a_background_save_gives_the_same_codes_and_the_masters_beside_them(tmp_
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_the_same_kind_loads_the_same_codes(family: str, tmp_path: Path) -> None:
     for kind in KINDS:
-        model, other = _model(family, kind), _model(family, kind, seed=1)
+        model, other = model_of(family, kind), model_of(family, kind, seed=1)
         tx.save(model, tmp_path / kind, to="hf", config=_config(model), sync=False)
         if kind == "nvfp4":  # of its amax there is a quotient only
             with pytest.raises(tx.TransaxleError, match="in the names of compressed_tensors"):
@@ -204,7 +204,7 @@ def test_a_model_of_the_same_kind_loads_the_same_codes(family: str, tmp_path: Pa
 @pytest.mark.peers
 def test_experts_with_different_scales_are_stacked_only_when_decoded(tmp_path: Path) -> None:
     """The stack of `gate_proj` and `up_proj` has one scale for both: codes of others mean something else under it."""
-    model, other = (_model("qwen3_moe", "float8", seed) for seed in range(2))
+    model, other = (model_of("qwen3_moe", "float8", seed) for seed in range(2))
     tx.save(model, tmp_path / "saved", to="hf", config=_config(model), sync=False)
     tensors = load_file(tmp_path / "saved/model.safetensors")
     up = "model.layers.0.mlp.experts.1.up_proj."
@@ -227,7 +227,7 @@ def test_experts_with_different_scales_are_stacked_only_when_decoded(tmp_path: P
 
 @pytest.mark.peers
 def test_encodings_of_two_conventions_are_all_written_as_compressed_tensors(tmp_path: Path) -> None:
-    model = _model("llama", "nvfp4")
+    model = model_of("llama", "nvfp4")
     for name, quantizer in (("q_proj", MXFP8()), ("o_proj", Float8Block()), ("v_proj", Float8CurrentScaling())):
         module = getattr(model.model.layers[0].self_attn, name)
         module.weight = nn.Parameter(module.weight.dequantize())
@@ -244,11 +244,11 @@ def test_encodings_of_two_conventions_are_all_written_as_compressed_tensors(tmp_
 
 @pytest.mark.peers
 def test_quantized_values_that_readers_would_change_are_refused(tmp_path: Path) -> None:
-    config = _config(model := _model("llama", "float8, E5M2"))
+    config = _config(model := model_of("llama", "float8, E5M2"))
     with pytest.raises(tx.TransaxleError, match="F8_E5M2") as error:
         tx.save(model, tmp_path / "codes", to="hf", config=config)
     assert len(error.value.refusals) == 7
-    model = _model("llama", "nvfp4")
+    model = model_of("llama", "nvfp4")
     weight = model.model.layers[0].mlp.up_proj.weight
     values = weight.dequantize()
     values[0, 0] = 1.1484375  # amax / 2688 is 7 x 2^-14, so that values lie half way between two of bfloat16's
@@ -256,5 +256,5 @@ def test_quantized_values_that_readers_would_change_are_refused(tmp_path: Path) 
     with refused("UNSUPPORTED", "1.1484375", "--decode bf16"):
         tx.save(model, tmp_path / "ties", to="hf", config=config)
     with pytest.raises(tx.TransaxleError, match=r"model\.bfloat16\(\)"):
-        tx.save(_model("llama", "nvfp4").float(), tmp_path / "wide", to="hf", config=config)
+        tx.save(model_of("llama", "nvfp4").float(), tmp_path / "wide", to="hf", config=config)
     assert list(tmp_path.iterdir()) == []

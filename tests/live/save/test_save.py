@@ -216,8 +216,6 @@ def test_a_flipped_bit_is_an_error_on_every_rank(tmp_path: Path) -> None:
 
 # Copies that differ between ranks are refused, by name and rank: one checkpoint has room for one of them.
 
-CODE = "UNEQUAL_COPIES"
-
 
 def _possibly_odd_state(rank: int, world: int, odd: str) -> dict[str, Any]:
     """Tensors of four ranks, 2 x 2; of the one that is named, rank 3 has other values."""
@@ -246,14 +244,14 @@ def _refused(rank: int, world: int, target: str, odd: str, background: bool) -> 
 @pytest.mark.parametrize("odd", ["plain", "sharded", "number"])
 def test_copies_that_differ_are_refused_on_every_rank(tmp_path: Path, odd: str) -> None:
     for error in ranks(4).refusals(_refused, str(tmp_path / "out"), odd, False):
-        assert [(each.code, each.where.tensor) for each in error.refusals] == [(CODE, odd)]
+        assert [(each.code, each.where.tensor) for each in error.refusals] == [("UNEQUAL_COPIES", odd)]
         assert ("2; 3" if odd == "sharded" else "0, 1, 2; 3") in str(error)
         assert "check_copies=False" in str(error)
     assert not list(tmp_path.iterdir())
 
 
 def test_copies_that_differ_are_refused_in_the_background(tmp_path: Path) -> None:
-    with refused(CODE):
+    with refused("UNEQUAL_COPIES"):
         run(4, _refused, str(tmp_path / "out"), "plain", True)
     assert not (tmp_path / "out").exists()
 

@@ -100,7 +100,7 @@ TORCH: dict[str, Kind] = {
 
 F32 = (torch.float32,)
 TITAN = "torchtitan.components.optimizer.optimizer"
-AO = "torchao.optim.adam"
+AO, ADAFACTOR = "torchao.optim.adam", "transformers.optimization"
 MUON = "deepspeed.runtime.zero.muon.original_muon"
 
 
@@ -116,18 +116,9 @@ def titan(model: nn.Module) -> Any:
 def with_aux_adam(model: nn.Module) -> Any:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
-    groups = [
-        {
-            "params": matrices,
-            "use_muon": True,
-            "lr": 0.02,
-            "momentum": 0.9,
-            "weight_decay": 0.1,
-            "ns_method": "standard",
-        },
-        {"params": rest, "use_muon": False, "lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.1},
-    ]
-    return imported(MUON, "SingleDeviceMuonWithAuxAdam")(groups)
+    muon = {"use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "ns_method": "standard"}
+    adam = {"use_muon": False, "lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.1}
+    return imported(MUON, "SingleDeviceMuonWithAuxAdam")([{"params": matrices, **muon}, {"params": rest, **adam}])
 
 
 def accelerated(model: nn.Module) -> Any:
@@ -151,10 +142,8 @@ def named(model: nn.Module) -> Any:
 
 
 PEERS: dict[str, Kind] = {
-    "transformers Adafactor": Kind(
-        of("transformers.optimization", "Adafactor", lr=0.01, relative_step=False, beta1=0.9)
-    ),
-    "transformers Adafactor relative": Kind(of("transformers.optimization", "Adafactor")),
+    "transformers Adafactor": Kind(of(ADAFACTOR, "Adafactor", lr=0.01, relative_step=False, beta1=0.9)),
+    "transformers Adafactor relative": Kind(of(ADAFACTOR, "Adafactor")),
     "transformers LayerWiseDummyOptimizer": Kind(layer_wise, refused="train other tensors than its parameters"),
     **{
         f"torchao {name}": Kind(of(AO, name), dtypes=F32, refused="codes with scales")
@@ -303,9 +292,7 @@ def shipped(package: str) -> set[str]:
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.ClassDef):
                     bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
-                    names = {
-                        each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in bases
-                    }
+                    names = {getattr(each, "attr", getattr(each, "id", "")) for each in bases}
                     derived.setdefault(node.name, set()).update(names)
     found: set[str] = set()
     while more := {name for name, bases in derived.items() if bases & (BASES | found)} - found:
@@ -326,7 +313,7 @@ def test_every_optimizer_of_other_packages_is_in_a_table(package: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        pytest.param(kind, dtype, id=f"{name} {str(dtype).rpartition('.')[2]}")
+        pytest.param(kind, dtype, id=f"{name} {dtype}")
         for name, kind in {**TORCH, **PEERS}.items()
         for dtype in kind.dtypes
     ],

@@ -6,6 +6,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from tests.live.ranks import run
 from tests.live.refusals import refused
+from tests.live.training.test_training_state import equal
 from transaxle.errors import TransaxleError
 from transaxle.live.asynchronous import async_save
 from transaxle.live.load import load
@@ -86,19 +88,7 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def _steps(given: Any) -> Any:
-    if hasattr(given, "step"):
-        return given
-    several = list(given.values()) if isinstance(given, dict) else list(given)
-    return _Together([each for one in several for each in (one if isinstance(one, list) else [one])])
-
-
-class _Together:
-    def __init__(self, several: list[Any]) -> None:
-        self._several = several
-
-    def step(self) -> None:
-        for each in self._several:
-            each.step()
+    return SimpleNamespace(step=lambda: [each.step() for each in _inner(given)])
 
 
 def _told(given: Any) -> list[Any]:
@@ -109,16 +99,6 @@ def _told(given: Any) -> list[Any]:
             found.append({k: v for k, v in group.items() if k not in ("params", "param_names")})
             found += [one.state[p] for p in group["params"]]
     return found
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
 
 
 @pytest.mark.oracle
@@ -140,7 +120,7 @@ def test_state_of_wrapped_optimizers_is_saved_and_loaded(tmp_path: Path, kind: s
     states = sum(len(state) for one in _inner(optimizer) for state in one.state.values())
     assert report.states == states >= 10
     assert report.untrained == ()
-    assert _equal(_told(optimizer), _told(fresh))
+    assert equal(_told(optimizer), _told(fresh))
     trained(net, _steps(optimizer))
     trained(other, _steps(fresh))
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
@@ -345,7 +325,7 @@ def test_numbers_tensors_and_settings_keep_their_types(tmp_path: Path, started: 
     load(other, tmp_path / "out", optimizer=fresh)
     assert torch.equal(torch.get_rng_state(), before)
     assert len(fresh.seen) == started  # its twin made the step
-    assert _equal(_told(optimizer), _told(fresh))
+    assert equal(_told(optimizer), _told(fresh))
 
 
 @pytest.mark.parametrize(("kinds", "strict"), [(("SGD", "AdamW"), True), (("AdamW", "SGD"), False)])
@@ -401,13 +381,8 @@ def test_settings_follow_their_parameters_into_other_groups(tmp_path: Path, to: 
     other = model()
     named = dict(other.named_parameters())
     # Another order and other groups: those with the same settings in the source may be cut further.
-    fresh = torch.optim.AdamW(
-        [
-            {"params": [named["2.bias"]]},
-            {"params": [named["1.weight"], named["0.weight"], named["2.weight"]]},
-            {"params": [named["1.bias"], named["0.bias"]]},
-        ]
-    )
+    groups = (("2.bias",), ("1.weight", "0.weight", "2.weight"), ("1.bias", "0.bias"))
+    fresh = torch.optim.AdamW([{"params": [named[name] for name in group]} for group in groups])
     load(other, tmp_path / "out", optimizer=fresh)
     got = {n: g for g in fresh.param_groups for n, p in named.items() if any(p is q for q in g["params"])}
     for name, group in got.items():

@@ -11,27 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from tests.live import topologies
 from tests.live.ranks import run
-from tests.live.topologies import (
-    ALONE,
-    FSDP,
-    FSDP_TP,
-    HSDP,
-    LLAMA,
-    MOE,
-    PP,
-    TOKENS,
-    TP,
-    Tensors,
-    adamw,
-    build,
-    fill,
-    gathered,
-    same,
-    settings,
-    source,
-    train,
-)
+from tests.live.topologies import ALONE, FSDP, FSDP_TP, HSDP, LLAMA, MOE, PP, TOKENS, TP, Tensors, build, gathered, same
 from tests.oracles import hub
 from transaxle.live.load import load
 from transaxle.live.save import save
@@ -50,8 +32,8 @@ def _start(rank: int, world: int, config: dict[str, Any], folder: str) -> Any:
     """Train under FSDP, save in three ways, and go on."""
     model = build(config, FSDP, meta=True)
     load(model, f"{folder}/hub")
-    optimizer = adamw(model)
-    train(model, optimizer, BEFORE, FSDP)
+    optimizer = topologies.adamw(model)
+    topologies.train(model, optimizer, BEFORE, FSDP)
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
     for to in sorted({to for _, _, to in WAYS}):
@@ -59,8 +41,8 @@ def _start(rank: int, world: int, config: dict[str, Any], folder: str) -> Any:
     truth = gathered(model, optimizer)
     if not rank:
         save_file(truth, f"{folder}/{TRUTH}")
-    said = settings(model, optimizer)
-    return said, train(model, optimizer, AFTER, FSDP, begin=BEFORE)
+    said = topologies.settings(model, optimizer)
+    return said, topologies.train(model, optimizer, AFTER, FSDP, begin=BEFORE)
 
 
 def _swapped(model: Any, optimizer: torch.optim.Optimizer, truth: Tensors) -> bool | None:
@@ -83,7 +65,7 @@ def _swapped(model: Any, optimizer: torch.optim.Optimizer, truth: Tensors) -> bo
 def _resume(rank: int, world: int, config: dict[str, Any], folder: str, how: str, to: str) -> Any:
     """Resume, save for the hub, and go on; beside it the same from the gathered state, given by hand."""
     model = build(config, how, meta=True)
-    optimizer = adamw(model)
+    optimizer = topologies.adamw(model)
     load(model, f"{folder}/{to}", optimizer=optimizer)
     save(model, f"{folder}/{how} {world}", to="hf", optimizer=optimizer)
     whole = load_file(f"{folder}/{TRUTH}")
@@ -93,14 +75,14 @@ def _resume(rank: int, world: int, config: dict[str, Any], folder: str, how: str
     assert same(truth, found), how
     swapped = _swapped(model, optimizer, truth)
     assert same(truth, gathered(model, optimizer)), how
-    said = settings(model, optimizer)
-    losses = train(model, optimizer, AFTER, how, begin=BEFORE)
+    said = topologies.settings(model, optimizer)
+    losses = topologies.train(model, optimizer, AFTER, how, begin=BEFORE)
     by_hand = build(config, how, meta=False)
-    other = adamw(by_hand)
-    fill(by_hand, other, truth)
+    other = topologies.adamw(by_hand)
+    topologies.fill(by_hand, other, truth)
     for group in other.param_groups:
         group["lr"] *= 0.5
-    again = train(by_hand, other, AFTER, how, begin=BEFORE)
+    again = topologies.train(by_hand, other, AFTER, how, begin=BEFORE)
     assert same(gathered(model, optimizer), gathered(by_hand, other)), how
     return sorted(found), swapped, said, losses, again
 
@@ -123,7 +105,7 @@ def _from_pretrained(folder: Path) -> tuple[Tensors, torch.Tensor]:
 @pytest.mark.oracle
 @pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "qwen3_moe"])
 def test_training_resumes_under_any_parallelism(tmp_path: Path, config: dict[str, Any]) -> None:
-    source(tmp_path / "hub", config)
+    topologies.source(tmp_path / "hub", config)
     answers = run(4, _start, config, str(tmp_path))
     said, original = answers[0][0], [losses for _, losses in answers]
     whole = load_file(tmp_path / TRUTH)

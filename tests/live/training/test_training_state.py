@@ -222,7 +222,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, np.ndarray):
@@ -230,16 +230,16 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, io.BytesIO):
         return isinstance(b, io.BytesIO) and a.getvalue() == b.getvalue()
     if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(_equal(a[key], b[key]) for key in a)
+        return type(a) is type(b) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_equal, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and bool(a == b)
 
 
 def test_plain_data_is_restored_exactly(tmp_path: Path) -> None:
     tx.save({"w": torch.arange(3.0)}, tmp_path / "out", to="safetensors", extra={"all": EVERYTHING})
     report = load({"w": torch.zeros(3)}, tmp_path / "out", extra={"all": None})
-    assert _equal(EVERYTHING, report.extra["all"])
+    assert equal(EVERYTHING, report.extra["all"])
 
 
 def test_numbers_in_a_state_dict_are_restored(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_extra_states_are_restored_in_their_modules(tmp_path: Path, extra: Any) 
     tx.save(nn.Sequential(nn.ReLU(), Scaled(extra)), tmp_path / "out", to="safetensors")
     other = nn.Sequential(nn.ReLU(), Scaled(None))
     load(other, tmp_path / "out")
-    assert _equal(extra, other[1].extra)
+    assert equal(extra, other[1].extra)
     with refused("UNSUPPORTED", "builtins.object"):
         tx.save(Scaled(object()), tmp_path / "no", to="safetensors")
 

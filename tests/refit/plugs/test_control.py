@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
 from pathlib import Path
@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, Any] = {name: signature(VllmRefit.__init__).parameters[na
 """How weights are moved into vLLM where nothing else is asked for."""
 
 
-class _Vllm(BaseHTTPRequestHandler):
+class Vllm(BaseHTTPRequestHandler):
     """A server that gives a set answer and records the requests."""
 
     asked: list[tuple[str, str, Any]]
@@ -65,19 +65,25 @@ class _Vllm(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+@contextmanager
+def serving(kind: type[BaseHTTPRequestHandler]) -> Iterator[int]:
+    """Serve, at a port."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
 @pytest.fixture
-def vllm() -> Iterator[tuple[type[_Vllm], int]]:
-    kind = type("Handler", (_Vllm,), {"asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield kind, server.server_port
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def vllm() -> Iterator[tuple[type[Vllm], int]]:
+    kind = type("Handler", (Vllm,), {"asked": []})
+    with serving(kind) as port:
+        yield kind, port
 
 
-def test_a_login_is_sent_and_never_shown(vllm: tuple[type[_Vllm], int]) -> None:
+def test_a_login_is_sent_and_never_shown(vllm: tuple[type[Vllm], int]) -> None:
     kind, port = vllm
     one = control(f"http://{USER}:{ENCODED}@127.0.0.1:{port}/", None, 5)
     assert one.workers() == 2
@@ -216,7 +222,7 @@ def test_messages_name_urls_without_secrets() -> None:
 
 
 def test_proxy_variables_are_ignored(
-    vllm: tuple[type[_Vllm], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    vllm: tuple[type[Vllm], int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -265,7 +271,7 @@ def test_each_meeting_has_its_own_secret_and_no_error_shows_it() -> None:
     assert found.value.__cause__ is None
 
 
-def test_the_address_is_one_of_this_machine_as_the_engine_reaches_it(vllm: tuple[type[_Vllm], int]) -> None:
+def test_the_address_is_one_of_this_machine_as_the_engine_reaches_it(vllm: tuple[type[Vllm], int]) -> None:
     host = control(f"http://127.0.0.1:{vllm[1]}", None, 5).local_host()
     address, _, port = vllm_refit._address(host).rpartition(":")
     assert address == "127.0.0.1"

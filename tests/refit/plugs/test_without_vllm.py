@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,7 +18,7 @@ import torch
 import transaxle as tx
 from tests.live.jobs import free_port
 from tests.live.refusals import refused
-from tests.refit.plugs.test_control import DEFAULTS
+from tests.refit.plugs.test_control import DEFAULTS, Vllm, serving
 from transaxle import vllm_plugin
 from transaxle.refit.vllm_engine import VERSION, Ranks, VllmEngine, _share, check_config, split_layers
 from transaxle.refit.vllm_refit import _Engines, _invitation, control
@@ -104,39 +101,21 @@ def test_different_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
         engine.set_weight_update_target(None, None)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Refusing(Vllm):
     """A server that refuses."""
-
-    def do_GET(self) -> None:
-        self._answer(200, {"world_size": 2})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(500, {"error": "Worker failed: the table does not say what it is"})
-
-    def _answer(self, code: int, said: Any) -> None:
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(json.dumps(said).encode())
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
+        self._answer(500, b'{"error": "Worker failed: the table does not say what it is"}')
 
 
-@pytest.fixture
-def refusing() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_errors_of_a_server_are_reported(refusing: str) -> None:
-    with refused("IO", "init_weight_transfer_engine answered 500", "the table does not say what it is"):
-        tx.refit.VllmRefit({"w": torch.ones(1)}, refusing)
+def test_errors_of_a_server_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Refusing, "asked", [], raising=False)
+    with (
+        serving(Refusing) as port,
+        refused("IO", "init_weight_transfer_engine answered 500", "the table does not say what it is"),
+    ):
+        tx.refit.VllmRefit({"w": torch.ones(1)}, f"http://127.0.0.1:{port}")
 
 
 def test_an_unreachable_server_is_reported() -> None:
