@@ -138,10 +138,9 @@ def _ambiguous(rank: int, world: int) -> Any:
     """A name that two meshes give to different dims."""
     one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
-    placed = {"one": (one, [Replicate(), Shard(0)]), "other": (other, [Shard(0)])}
-    return tx.sharding(
-        {name: distribute_tensor(torch.zeros(4, 4), *how, src_data_rank=None) for name, how in placed.items()}
-    )
+    full = torch.zeros(4, 4)
+    first = distribute_tensor(full, one, [Replicate(), Shard(0)], src_data_rank=None)
+    return tx.sharding({"one": first, "other": distribute_tensor(full, other, [Shard(0)], src_data_rank=None)})
 
 
 def test_an_ambiguous_place_is_not_shown(tmp_path: Path) -> None:

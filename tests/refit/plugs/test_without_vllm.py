@@ -111,10 +111,8 @@ class Refusing(Vllm):
 
 def test_errors_of_a_server_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Refusing, "asked", [], raising=False)
-    with (
-        serving(Refusing) as port,
-        refused("IO", "init_weight_transfer_engine answered 500", "the table does not say what it is"),
-    ):
+    texts = "init_weight_transfer_engine answered 500", "the table does not say what it is"
+    with serving(Refusing) as port, refused("IO", *texts):
         tx.refit.VllmRefit({"w": torch.ones(1)}, f"http://127.0.0.1:{port}")
 
 
