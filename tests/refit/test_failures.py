@@ -14,6 +14,7 @@ from torch import nn
 
 import transaxle as tx
 from tests.live.jobs import SECRET, apart, free_port
+from tests.live.load.test_shared import Tied
 from tests.live.ranks import DIED, Ranks, run
 from tests.live.refusals import refused
 from transaxle.errors import refuse
@@ -280,21 +281,11 @@ def test_nobody_at_the_address_is_an_io_error() -> None:
         tx.refit.meet(f"127.0.0.1:{free_port()}", 1, 2, timeout=1, secret=SECRET)
 
 
-class _Tied(nn.Module):
-    """An embedding and a head, which may be one tensor."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tie_that_changes_between_pushes_is_refused(side: str, *, tied: bool) -> None:
     """With the old plan, one of both tensors would get wrong values."""
-    models = {"source": _Tied(tied=tied), "target": _Tied(tied=tied)}
+    models = {"source": Tied(tie=tied), "target": Tied(tie=tied)}
     refit = tx.Refit(models["source"], models["target"])
     refit.push()
     changed = models[side]

@@ -11,22 +11,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
 from tests.reports.embedded import data, table
+from transaxle.torch_tensors import local_of
 
 Held = dict[str, list[Any]]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _told(state: Any, tensors: dict[str, torch.Tensor]) -> tuple[Any, Held]:
     """What the ranks say, and the values that this rank holds."""
-    return tx.sharding(state), {name: _local(tensor).detach().reshape(-1).tolist() for name, tensor in tensors.items()}
+    return tx.sharding(state), {
+        name: local_of(tensor).detach().reshape(-1).tolist() for name, tensor in tensors.items()
+    }
 
 
 def _placed(rank: int, world: int) -> tuple[Any, Held]:

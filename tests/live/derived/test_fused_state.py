@@ -71,15 +71,11 @@ def step(model: nn.Module, optimizer: Any, count: int) -> None:
     for number in range(count):
         torch.manual_seed(number)
         for parameter in model.parameters():
-            whole = torch.randn(parameter.shape)
-            parameter.grad = sharded_like(parameter, whole)
+            gradient = torch.randn(parameter.shape)
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
         optimizer.step()
-
-
-def sharded_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
 def own_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -58,13 +58,6 @@ def _losses(trainer: Any) -> dict[int, float]:
     return {entry[STEP]: entry[LOSS] for entry in trainer.state.log_history if LOSS in entry}
 
 
-def _spoil(checkpoint: Path) -> None:
-    """Make the Trainer's own copies of weights and moments useless."""
-    own = checkpoint / "model.safetensors"
-    save_file({name: t * 0 for name, t in load_file(own).items()}, own, {"format": "pt"})
-    (checkpoint / "optimizer.pt").unlink()
-
-
 def _best(rank: int, world: int, folder: str) -> None:
     """Keep one checkpoint, the best: when the run ends, the Trainer deletes the last one, which we write."""
     with quiet():
@@ -95,7 +88,9 @@ def _crash(rank: int, world: int, folder: str) -> None:
         assert found.value.code == "NO_SPACE"
         assert not (out / "checkpoint-4" / FOLDER).exists()
         assert tx.verify(out / "checkpoint-2" / FOLDER).ok
-        _spoil(out / "checkpoint-2")
+        own = out / "checkpoint-2" / "model.safetensors"  # the Trainer's copies of weights and moments are of no use
+        save_file({name: t * 0 for name, t in load_file(own).items()}, own, {"format": "pt"})
+        (out / "checkpoint-2" / "optimizer.pt").unlink()
         again = _trainer(out, [tx.TrainerCheckpoints()], 4)
         again.train(resume_from_checkpoint=str(out / "checkpoint-2"))
         truth = {name: p.detach().clone() for name, p in again.model.state_dict().items()}

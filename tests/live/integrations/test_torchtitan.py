@@ -77,18 +77,12 @@ def _trained(rank: int, world: int, folder: str, until: int) -> dict[str, torch.
     return {**found, "rate": torch.tensor(schedule.get_last_lr()), "step": torch.tensor(progress.step)}
 
 
-def _near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, each in wanted.items():
-        torch.testing.assert_close(found[name], each, rtol=1e-5, atol=1e-6)
-
-
 def test_a_run_of_torchtitan_resumes_on_other_ranks_and_keeps_three(tmp_path: Path) -> None:
     straight, *_ = run(1, _trained, str(tmp_path / "straight"), 6)
     run(2, _trained, str(tmp_path / "run"), 4)
     (tmp_path / "run" / "step-9").mkdir()  # what a run that was killed might leave: it is no checkpoint
     found, *_ = run(1, _trained, str(tmp_path / "run"), 6)
-    _near(found, straight)
+    torch.testing.assert_close(found, straight, rtol=1e-5, atol=1e-6)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-4", "step-5", "step-6", "step-9"}
     assert all(tx.verify(tmp_path / "run" / f"step-{step}").ok for step in (4, 5, 6))
 

@@ -235,10 +235,6 @@ def check(found: Mapping[str, torch.Tensor], truth: Tensors, meshes: dict[str, D
         assert torch.equal(tensor.to_local(), by_hand(truth[name], mesh, tensor.placements)), name
 
 
-def _strided(dim: int, factor: int) -> _StridedShard:
-    return _StridedShard(dim, split_factor=factor)
-
-
 EP = -1
 """Stands for the number of ranks along `ep`."""
 TO_HUB: list[tuple[Any, Any, Any]] = [
@@ -253,7 +249,9 @@ TO_HUB: list[tuple[Any, Any, Any]] = [
 def placements(said: tuple[Any, ...], world: int) -> tuple[Any, ...]:
     """A pair is a strided shard."""
     return tuple(
-        _strided(each[0], world // 2 if each[1] == EP else each[1]) if isinstance(each, tuple) else Shard(each)
+        _StridedShard(each[0], split_factor=world // 2 if each[1] == EP else each[1])
+        if isinstance(each, tuple)
+        else Shard(each)
         for each in said
     )
 

@@ -90,11 +90,8 @@ def _saves(folder: Path, to: str, every: int) -> int:
 def _check_tracker(target: Path, to: str) -> None:
     """Demand that the file names a folder that is there."""
     if to in TRACKERS:
-        assert (target / (target / TRACKERS[to]).read_text().strip()).is_dir() or _iteration(target, to).is_dir()
-
-
-def _iteration(target: Path, to: str) -> Path:
-    return target / f"iter_{int((target / TRACKERS[to]).read_text()):07d}"
+        newest = (target / TRACKERS[to]).read_text().strip()
+        assert (target / newest).is_dir() or (target / f"iter_{int(newest):07d}").is_dir()
 
 
 def _rotation(folder: Path, every: int) -> int:

@@ -29,7 +29,7 @@ from transaxle.live.save import save
 
 WORLD = 2
 SHORT = timedelta(seconds=20)
-"""How long ranks wait for one that hangs or was killed: nothing else tells them of it."""
+"""How long ranks wait for one that was killed: nothing else tells them of it."""
 HUNG = 600.0
 """Seconds after which a test gives up; nothing that works waits for them."""
 OLD, NEW = 0.0, 100.0
@@ -73,12 +73,8 @@ def _killed(self: Writer, file: str, offset: int, view: memoryview) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hung(self: Writer, file: str, offset: int, view: memoryview) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 WRITE = Writer.pwrite
-FAULTS = {"killed": _killed, "full": _full_disk, "hung": _hung}
+FAULTS = {"killed": _killed, "full": _full_disk}
 
 
 def test_a_file_system_that_writes_no_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

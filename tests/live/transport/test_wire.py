@@ -308,7 +308,7 @@ def _meeting(rank: int, world: int, folder: str) -> tuple[str, int]:
         SharedStore((host, port), bytes(32), 3, "", timedelta(seconds=5))
     if rank == 0:
         with pytest.raises(OSError, match="refused"):
-            _reach("127.0.0.2", port)
+            socket.create_connection(("127.0.0.2", port), 5).close()
     threads = [threading.Thread(target=rendezvous.report_loss, args=(f"lost {rank}",))]
     for each in threads:
         each.start()
@@ -317,10 +317,6 @@ def _meeting(rank: int, world: int, folder: str) -> tuple[str, int]:
     said = rendezvous.loss
     dist.barrier()
     return str(said), len(rendezvous.address.secret)
-
-
-def _reach(host: str, port: int) -> None:
-    socket.create_connection((host, port), 5).close()
 
 
 def test_background_processes_need_the_secret_to_connect(tmp_path: Path) -> None:
