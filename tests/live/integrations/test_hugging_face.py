@@ -27,6 +27,7 @@ from transaxle.errors import TransaxleError
 from transaxle.formats.registry import MANIFEST
 from transaxle.live.integrations.step_checkpoints import FOLDER, StepCheckpoints, is_complete, remove
 
+pytestmark = pytest.mark.peers
 TOKENS = [{"input_ids": [(7 * n + 3 * i) % 96 for i in range(8)], "labels": list(range(n, n + 8))} for n in range(16)]
 LOSS, STEP = "loss", "step"
 DDP = "ddp"
@@ -69,7 +70,6 @@ def _best(rank: int, world: int, folder: str) -> None:
     assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-2"]
 
 
-@pytest.mark.peers
 def test_a_trainer_that_keeps_only_the_best_checkpoint_waits_for_the_last_save(tmp_path: Path) -> None:
     run(1, _best, str(tmp_path))
 
@@ -123,12 +123,10 @@ def _full_from(number: int) -> Any:
     return pwrite
 
 
-@pytest.mark.peers
 def test_a_trainer_that_crashed_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
     run(1, _crash, str(tmp_path))
 
 
-@pytest.mark.peers
 def test_a_model_whose_values_deepspeed_keeps_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """Nor one that could only be saved; the mark is that of ZeRO-1 and 2."""
     run(1, _kept, str(tmp_path))
@@ -203,7 +201,6 @@ def _several(rank: int, world: int, folder: str) -> None:
     assert [path.name for path in Path(folder, "next").glob("transaxle*")] == ["transaxle"]
 
 
-@pytest.mark.peers
 def test_accelerates_hooks_of_several_models_use_separate_folders(tmp_path: Path) -> None:
     run(2, _several, str(tmp_path))
     assert {path.name for path in tmp_path.glob("transaxle*")} == {"transaxle", "transaxle_1"}
@@ -239,7 +236,6 @@ def _train(rank: int, world: int, server: str, folder: str, url: str, limit: int
     return _losses(trainer), weights, fetched, trainer.state.best_global_step
 
 
-@pytest.mark.peers
 @pytest.mark.oracle
 def test_a_trainer_resumes_from_a_url_alone(tmp_path: Path, bucket: Bucket, s3_server: str) -> None:
     url = f"{bucket.url}/run"
@@ -282,7 +278,6 @@ def _noisy(rank: int, world: int, folder: str, steps: int, batch: int, again: bo
     return _losses(trainer), weights, scaler.state_dict()
 
 
-@pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize("batch", [2, 4])
 def test_random_states_and_the_scaler_resume_from_a_url_alone(tmp_path: Path, batch: int) -> None:
@@ -325,12 +320,10 @@ def _fetched(rank: int, world: int, folder: str) -> None:
         assert list(Path(folder, "third").iterdir()) == []
 
 
-@pytest.mark.peers
 def test_fetch_returns_a_complete_folder_or_none(tmp_path: Path) -> None:
     run(1, _fetched, str(tmp_path))
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("background", [True, False])
 def test_nothing_is_deleted_before_a_newer_one_is_complete(tmp_path: Path, background: bool) -> None:
     """Neither an old one, nor what was the best until now, nor steps after the one that a run went back to."""
@@ -389,7 +382,6 @@ def _others(rank: int, world: int, folder: str) -> None:
         assert all(torch.equal(one, two) for one, two in pairs)
 
 
-@pytest.mark.peers
 def test_a_checkpoint_of_another_run_with_equal_history_is_not_used(tmp_path: Path) -> None:
     run(1, _others, str(tmp_path))
 
@@ -427,7 +419,6 @@ def _load_state_from_url(rank: int, world: int, server: str, folder: str, url: s
     return _held(model, optimizer)
 
 
-@pytest.mark.peers
 @pytest.mark.oracle
 def test_accelerate_saves_under_a_url_and_loads_at_another_world(
     tmp_path: Path, bucket: Bucket, s3_server: str
@@ -444,7 +435,6 @@ def test_accelerate_saves_under_a_url_and_loads_at_another_world(
             assert torch.equal(found[name][1], moment), name
 
 
-@pytest.mark.peers
 def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path) -> None:
     """Each checkpoint says which one is the best, so hooks that are made anew keep it, too."""
     model, extra = torch.nn.Linear(2, 2), {"epoch": 3}
@@ -473,7 +463,6 @@ def test_the_best_state_stays_when_a_run_resumes(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint_3", "checkpoint_4"]
 
 
-@pytest.mark.peers
 def test_impossible_arguments_are_refused_when_callbacks_are_created() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(tx.TransaxleError, match="keep counts the checkpoints under url"):
@@ -488,7 +477,6 @@ def test_impossible_arguments_are_refused_when_callbacks_are_created() -> None:
         tx.TrainerCheckpoints(url=3)  # type: ignore[arg-type]  # what is tried
 
 
-@pytest.mark.peers
 def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
     model, place = torch.nn.Linear(3, 2), Loader({"row": 5})
     hooks = tx.AccelerateHooks(model, to="safetensors", extra={"place": place, "name": "first run"})
@@ -499,7 +487,6 @@ def test_accelerates_hooks_restore_what_they_save(tmp_path: Path) -> None:
     assert place.state == {"row": 5}
 
 
-@pytest.mark.peers
 def test_a_checkpoint_of_an_earlier_save_is_not_loaded_with_later_files(tmp_path: Path) -> None:
     """A run that goes back saves a step that is there: where that fails, its url still has the earlier run's."""
     model, out = torch.nn.Linear(3, 2), tmp_path / "checkpoint_1"
@@ -520,7 +507,6 @@ def test_a_checkpoint_of_an_earlier_save_is_not_loaded_with_later_files(tmp_path
     hooks.load([model], str(out))
 
 
-@pytest.mark.peers
 def test_hooks_that_would_overwrite_or_miss_models_are_refused(tmp_path: Path) -> None:
     first, second = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     weights = [model.state_dict() for model in (first, second)]

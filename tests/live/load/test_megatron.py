@@ -24,6 +24,7 @@ from transaxle.live.load import load
 from transaxle.live.model.state_tensors import leaves
 from transaxle.live.save import save
 
+pytestmark = pytest.mark.peers
 _SIZES: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 50,
@@ -79,7 +80,6 @@ def _loaded(rank: int, world: int, config: dict[str, Any], degrees: Degrees, sou
     return {**report.as_json(), "differ": differ, "own": own}
 
 
-@pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), JOBS, ids=str)
 def test_every_parameter_equals_the_shard_cut_by_hand(name: str, degrees: Degrees, hubs: dict[str, str]) -> None:
@@ -111,7 +111,6 @@ def _through_megatron(
         return [n for n, value in model.named_parameters() if not torch.equal(value, wanted[n])], report.dialect
 
 
-@pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "writer", "reader"),
@@ -135,7 +134,6 @@ def _rows(rank: int, world: int, source: str, degrees: Degrees, options: dict[st
         return load(_states(models), source, **options).padded
 
 
-@pytest.mark.peers
 def test_vocabulary_padding_of_another_size_needs_the_config(hubs: dict[str, str], tmp_path: Path) -> None:
     """A folder of DCP does not say which of its 64 rows are vocabulary; a config does."""
     folder = str(tmp_path / "dcp")
@@ -157,7 +155,6 @@ def _whole_model(rank: int, world: int, source: str, degrees: Degrees) -> str:
     return str(caught.value)
 
 
-@pytest.mark.peers
 def test_a_model_parallel_model_must_be_given_as_sharded_state_dict(hubs: dict[str, str]) -> None:
     found = run(2, _whole_model, hubs["dense"], Degrees(tp=2))
     assert all("TP 2" in each and "sharded_state_dict()" in each for each in found)
@@ -177,7 +174,6 @@ def saved(
         return save({"model": state}, target, to=to, config=source).as_json()
 
 
-@pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), [JOBS[2], JOBS[3], JOBS[6], JOBS[7]], ids=str)
 def test_a_loaded_hub_folder_is_saved_unchanged(
@@ -192,7 +188,6 @@ def test_a_loaded_hub_folder_is_saved_unchanged(
     assert all(any(key.endswith("._extra_state") for key in each["ignored"]) for each in found)
 
 
-@pytest.mark.peers
 def test_a_dcp_folder_has_megatron_names_and_padding(hubs: dict[str, str], tmp_path: Path) -> None:
     degrees, out = Degrees(tp=2), tmp_path / "out"
     run(2, saved, MODELS["dense"], degrees, hubs["dense"], str(out), "dcp:identity")
@@ -202,7 +197,6 @@ def test_a_dcp_folder_has_megatron_names_and_padding(hubs: dict[str, str], tmp_p
     assert run(2, _loaded_again, degrees, hubs["dense"], str(out)) == [[]] * 2
 
 
-@pytest.mark.peers
 @pytest.mark.oracle
 @pytest.mark.parametrize(("name", "degrees"), [JOBS[0], JOBS[3], JOBS[7]], ids=str)
 def test_megatron_loads_the_distributed_checkpoint_that_is_saved(
@@ -237,7 +231,6 @@ def _drifted(rank: int, world: int, source: str, target: str, check: bool) -> li
     return []
 
 
-@pytest.mark.peers
 def test_replicas_that_differ_are_refused_or_left_out(hubs: dict[str, str], tmp_path: Path) -> None:
     source, no, out = hubs["dense"], tmp_path / "no", tmp_path / "out"
     told = run(2, _drifted, source, str(no), True)
@@ -300,7 +293,6 @@ def _columns(layer: int, *, copies: bool) -> tuple[torch.nn.Parameter, Any]:
     return weight, _mapping().ShardedTensorFactory("fc1", weight, build, merge)
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("copies", [False, True])
 def test_factories_that_build_views_or_copies_are_filled(copies: bool, tmp_path: Path) -> None:
     weights, factories = zip(*(_columns(layer, copies=copies) for layer in range(2)), strict=True)
@@ -361,7 +353,6 @@ REFUSED: list[tuple[str, Callable[[], list[Any]], str]] = [
 ]
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize(("code", "shards", "text"), REFUSED, ids=[text for _, _, text in REFUSED])
 def test_sharded_entries_that_cannot_be_loaded_are_refused(
     code: str, shards: Callable[[], list[Any]], text: str, tmp_path: Path
@@ -372,7 +363,6 @@ def test_sharded_entries_that_cannot_be_loaded_are_refused(
     assert {refusal.code for refusal in caught.value.refusals} == {code}
 
 
-@pytest.mark.peers
 def test_a_shard_may_appear_twice_or_be_empty(tmp_path: Path) -> None:
     norms = _norms()
     empty = _shard("fc1", torch.zeros(0, 2 * ROWS, WIDTH), (2, EXPERTS, 2 * ROWS, WIDTH), (0, 0, 0, 0))
@@ -382,7 +372,6 @@ def test_a_shard_may_appear_twice_or_be_empty(tmp_path: Path) -> None:
     assert torch.equal(torch.stack([norm.data for norm in norms]), _stack()["norm"])
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("call", [tx.state_dict_as, lambda state, _: tx.reshard(state, state)])
 def test_other_functions_refuse_sharded_state_dicts(call: Any) -> None:
     with pytest.raises(Refused, match=r"only tx.load, tx.save and tx.async_save"):
@@ -394,7 +383,6 @@ def _one_in_shards(rank: int, world: int, folder: str) -> None:
     load(state, folder, strict=False)
 
 
-@pytest.mark.peers
 def test_ranks_must_describe_a_tensor_alike(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="only one has it in shards"):
         run(2, _one_in_shards, _source(tmp_path))
@@ -410,7 +398,6 @@ def _in_background(rank: int, world: int, folder: str) -> bool:
     return bool(job.result().tensors == 2)
 
 
-@pytest.mark.peers
 def test_a_background_save_of_shards_has_the_values_of_the_call(tmp_path: Path) -> None:
     assert run(2, _in_background, str(tmp_path / "out")) == [True] * 2
     written, truth = load_file(tmp_path / "out" / WHOLE), _stack()

@@ -21,7 +21,7 @@ from tests.live.topologies import shard
 from tests.quant.kinds import KINDS, MORE, raw
 from transaxle.quant import MXFP8, Float8Block, Float8CurrentScaling, MasterWeights, QuantizedTensor, quantize_
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 HEAD, PLAIN = "lm_head", "plain"
 NAMES = [name for name in MORE if "E5M2" not in name]
 FAMILIES = "llama", "qwen3_moe"
@@ -104,7 +104,6 @@ def _modules(held: Positions) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.oracle
-@pytest.mark.peers
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hub_folder_has_the_trained_codes_and_values(family: str, kind: str, saved: Any) -> None:
@@ -159,7 +158,6 @@ def _decompressed(files: Any, name: str, said: dict[str, Any]) -> torch.Tensor:
 
 
 @pytest.mark.oracle
-@pytest.mark.peers
 @pytest.mark.parametrize("kind", [*KINDS, "mxfp8, both ways", "nvfp4, 16x16, both ways"])
 def test_a_state_dict_and_a_conversion_give_the_same_files(kind: str, tmp_path: Path) -> None:
     model = model_of("llama", kind)
@@ -173,7 +171,6 @@ def test_a_state_dict_and_a_conversion_give_the_same_files(kind: str, tmp_path: 
             assert (tmp_path / way / file).read_bytes() == (tmp_path / "model" / file).read_bytes(), (way, file)
 
 
-@pytest.mark.peers
 def test_a_background_save_gives_the_same_codes_and_the_masters_beside_them(tmp_path: Path) -> None:
     config = _config(model := model_of("llama", list(KINDS)[-1]))
     masters = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
@@ -186,7 +183,6 @@ def test_a_background_save_gives_the_same_codes_and_the_masters_beside_them(tmp_
         assert "optim/model.layers.0.mlp.down_proj.weight/master" in files
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_the_same_kind_loads_the_same_codes(family: str, tmp_path: Path) -> None:
     for kind in KINDS:
@@ -201,7 +197,6 @@ def test_a_model_of_the_same_kind_loads_the_same_codes(family: str, tmp_path: Pa
         assert all(torch.equal(theirs[name][part], b) for name, one in mine.items() for part, b in one.items())
 
 
-@pytest.mark.peers
 def test_experts_with_different_scales_are_stacked_only_when_decoded(tmp_path: Path) -> None:
     """The stack of `gate_proj` and `up_proj` has one scale for both: codes of others mean something else under it."""
     model, other = (model_of("qwen3_moe", "float8", seed) for seed in range(2))
@@ -225,7 +220,6 @@ def test_experts_with_different_scales_are_stacked_only_when_decoded(tmp_path: P
     assert torch.equal(experts.down_proj.dequantize(), model.model.layers[0].mlp.experts.down_proj.dequantize())
 
 
-@pytest.mark.peers
 def test_encodings_of_two_conventions_are_all_written_as_compressed_tensors(tmp_path: Path) -> None:
     model = model_of("llama", "nvfp4")
     for name, quantizer in (("q_proj", MXFP8()), ("o_proj", Float8Block()), ("v_proj", Float8CurrentScaling())):
@@ -242,7 +236,6 @@ def test_encodings_of_two_conventions_are_all_written_as_compressed_tensors(tmp_
         assert all(plain[f"{name}.weight"].tobytes() == one[""].numpy().tobytes() for name, one in held.items())
 
 
-@pytest.mark.peers
 def test_quantized_values_that_readers_would_change_are_refused(tmp_path: Path) -> None:
     config = _config(model := model_of("llama", "float8, E5M2"))
     with pytest.raises(tx.TransaxleError, match="F8_E5M2") as error:

@@ -28,6 +28,7 @@ from transaxle.errors import TransaxleError
 from transaxle.live.extra_state import FILE, Random
 from transaxle.live.load import load
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CONFIG = LlamaConfig(
     hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
     vocab_size=32, attn_implementation="eager",
@@ -92,7 +93,6 @@ def _written(folder: Path, layout: str) -> tuple[Path, nn.Module]:
     return folder / "saved", model
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_state_is_loaded_where_extra_names_it_and_ignored_elsewhere(tmp_path: Path, layout: str) -> None:
     source, model = _written(tmp_path, layout)
@@ -113,7 +113,6 @@ def test_training_state_is_loaded_where_extra_names_it_and_ignored_elsewhere(tmp
     assert not report.unexpected
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_hub_folder_has_no_training_state(tmp_path: Path) -> None:
     source, model = _written(tmp_path, "nested")
     report = tx.convert(source, tmp_path / "hub", to="hf", config=CONFIG.to_dict())
@@ -126,7 +125,6 @@ def test_a_hub_folder_has_no_training_state(tmp_path: Path) -> None:
         assert tx.diff(held, made).equal
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_missing_name_in_extra_is_refused_with_the_available_names(tmp_path: Path) -> None:
     source, _ = _written(tmp_path, "flat")
     model, _, schedule = _run()
@@ -134,7 +132,6 @@ def test_a_missing_name_in_extra_is_refused_with_the_available_names(tmp_path: P
         tx.load(model, source, extra={"schedule": schedule})
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_stored_state_that_is_not_plain_data_is_refused_with_its_path(tmp_path: Path) -> None:
     state = {"weight": torch.ones(2), "train_state": {"step": torch.tensor(3), "when": Path("somewhere")}}
     torch.save(state, tmp_path / "saved.pt")
@@ -145,7 +142,6 @@ def test_a_stored_state_that_is_not_plain_data_is_refused_with_its_path(tmp_path
         tx.load(model, tmp_path / "saved.pt", extra={"train_state": None})
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_parameter_named_like_training_state_is_a_parameter(tmp_path: Path) -> None:
     torch.save({"scheduler.weight": torch.ones(2), "step": torch.ones(1)}, tmp_path / "saved.pt")
     model = nn.Module()
@@ -164,7 +160,6 @@ class Rate:
         return 0.5**step
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("held", [{}, {"deep": {"er": {}}, "list": [], "of": [{}, {"a": 1}]}])
 @pytest.mark.parametrize("layout", ["dcp", "torch"])
 def test_empty_dicts_inside_a_state_come_back(tmp_path: Path, layout: str, held: dict[str, Any]) -> None:

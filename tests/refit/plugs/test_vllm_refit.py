@@ -29,7 +29,7 @@ from tests.live.ranks import DIED, Ranks, run
 from tests.live.topologies import FSDP, LLAMA, MOE, build, source, train
 from tests.oracles import hub
 from tests.refit.plugs.servers import PROMPTS, PYTHON, ROOT, Server, environment, serving
-from tests.refit.zero3_trainer import gathered, zero3_engine
+from tests.refit.test_sources import gathered, zero3_engine
 from transaxle.refit import endpoints
 
 ROUNDS = 10
