@@ -6,7 +6,6 @@ checkpoint` saves and loads of both, and the hooks of its module, which cut a mo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -93,8 +92,7 @@ def tensors(model: nn.Module, optimizer: Any) -> State:
 
 
 def save_own(folder: Path, model: nn.Module, optimizer: Any) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         dcp_save(own_state(model, optimizer), checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -105,8 +103,7 @@ def load_own(folder: Path, flavour: str, kind: str = FUSED) -> State:
 
     model, optimizer = build(flavour, kind, steps=1, seed=9)
     wanted = own_state(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         dcp_load(wanted, checkpoint_id=folder, no_dist=True)
     optimizer.load_state_dict(wanted.pop(OPTIMIZER))
     ModelWrapper(model).load_state_dict(wanted)

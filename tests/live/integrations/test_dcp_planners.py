@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from concurrent.futures import Future
 from itertools import product
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.live.ranks import run
 from tests.live.reexpress.test_reexpress import CONFIG, automodel, hub
 from tests.live.topologies import full
 from tests.nn.layers import EXPERTS, layer
+from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
 from transaxle.live.global_tensors import Runs, as_runs
 from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
@@ -302,15 +302,13 @@ def _twice(unlike: float = 0, lacking: str = "") -> Asked:
 
 def _read(asked: Asked, folder: str, **options: Any) -> list[ReadItem]:
     reader = Reader(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process
+    with quiet():  # torch says that this is one process
         load(asked, storage_reader=reader, planner=tx.LoadPlanner(**options))
     return reader.items
 
 
 def _saved(state: Asked, folder: Path) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         save(state, checkpoint_id=str(folder))
     return str(folder)
 

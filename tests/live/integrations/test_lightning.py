@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,8 +118,7 @@ def _fit(
     precision = said.pop("precision", None)
     rotation = ModelCheckpoint(str(folder), "{epoch}", save_top_k=KEPT, monitor="epoch", mode="max")
     plugins: Any = [tx.LightningCheckpoints(module, **said)] if io else []
-    with quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         trainer = _trainer(folder, callbacks=[*more, rotation], max_epochs=epochs, plugins=plugins, precision=precision)
         trainer.fit(module, ckpt_path=resume)
     return trainer, module
@@ -276,8 +274,7 @@ def _fit_on_rank(
     """Train; return the values at the beginning, if it resumes, and at the end."""
     _join(rank, world)
     module, begin = _module(kind), dict[str, torch.Tensor]()
-    with quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         trainer = _trainer_of_rank(module, kind, world, folder, max_epochs=epochs)
         if resume:
             module.on_train_start = lambda: begin.update(_values(trainer, module))
@@ -312,8 +309,7 @@ def test_any_strategy_resumes_what_another_one_saved(tmp_path: Path, kind: str) 
 
 
 def _start(module: Any, kind: str, world: int, folder: str, **told: Any) -> None:
-    with quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         _trainer_of_rank(module, kind, world, folder, **told).fit(module)
 
 

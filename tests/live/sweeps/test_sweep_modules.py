@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ from transaxle.live.model.state_tensors import leaves
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrappers_and_parametrizations(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         assert outcome(WRAPPED[name]) == EXACT
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 from tests.live.ranks import run
 from tests.live.refusals import refused
 from tests.live.training.test_training_state import equal
+from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
 from transaxle.live.asynchronous import async_save
 from transaxle.live.load import load
@@ -39,8 +39,7 @@ def trained(net: nn.Module, optimizer: Any, steps: int = 3) -> None:
 
 def distributed(name: str) -> Any:
     """One of torch's distributed optimizers: to import any compiles others with TorchScript, which torch warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         return getattr(importlib.import_module("torch.distributed.optim"), name)
 
 
