@@ -121,25 +121,17 @@ def test_an_unreachable_server_is_reported() -> None:
         tx.refit.VllmRefit({"w": torch.ones(1)}, f"http://127.0.0.1:{free_port()}")
 
 
-class Client:
-    """A client as vLLM has them, whose engine refuses."""
-
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        raise RuntimeError(f"the engine has no backend {vllm_plugin.BACKEND}")
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        raise AssertionError("nothing has begun")
-
-
 def test_clients_of_vllm_are_called() -> None:
+    client = Obedient("init")
     with pytest.raises(tx.TransaxleError, match="Give workers="):
-        tx.refit.VllmRefit({"w": torch.ones(1)}, Client())
-    with pytest.raises(tx.TransaxleError, match="vLLM could not do it: the engine has no backend transaxle"):
-        tx.refit.VllmRefit({"w": torch.ones(1)}, Client(), workers=1)
+        tx.refit.VllmRefit({"w": torch.ones(1)}, client)
+    with pytest.raises(tx.TransaxleError, match="vLLM could not do it: cannot init"):
+        tx.refit.VllmRefit({"w": torch.ones(1)}, client, workers=1)
+    assert client.told == ["init"]
     with pytest.raises(TypeError, match="engine must be the URL of a server, an LLM, or a client"):
         control(3, None, 1)
     with pytest.raises(ValueError, match="adapter must be merged, or None"):
-        tx.refit.VllmRefit({"w": torch.ones(1)}, Client(), workers=1, adapter="alone")
+        tx.refit.VllmRefit({"w": torch.ones(1)}, client, workers=1, adapter="alone")
 
 
 class Obedient:
