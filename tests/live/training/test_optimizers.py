@@ -96,7 +96,7 @@ def _told(given: Any) -> list[Any]:
     for one in _inner(given):
         for group in one.param_groups:
             found.append({k: v for k, v in group.items() if k not in ("params", "param_names")})
-            found += [one.state[p] for p in group["params"]]
+            found += [dict(sorted(one.state[p].items())) for p in group["params"]]
     return found
 
 
