@@ -178,7 +178,7 @@ _EXTRA = "._extra_state"
     Quantized tensors keep their codes and scales. --decode turns quantized tensors into plain tensors, --encode
     quantizes plain tensors, --dtype casts plain tensors, and --merge adds the changes of a LoRA adapter to the weights.
     The report then lists every tensor whose values changed, with its largest and its RMS error. Finite values that
-    would become infinite are refused; --allow-lossy allows them.
+    would become infinite are refused unless you give --allow-lossy.
 
     --overwrite replaces a checkpoint and nothing else: if the folder at DST also holds files that belong to no
     checkpoint (notes, adapters, a repository), the conversion is refused, and the error lists these files.
