@@ -118,7 +118,7 @@ class Command(click.Command):
         self.examples = tuple(examples)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the command's parameters. If `--help` cannot show all of them, an option `--help-all` is added."""
+        """Return the command's parameters. If `--help` cannot show all parameters, an option `--help-all` is added."""
         params = super().get_params(ctx)
         if len(self.params) < _SHORTENED:
             return params

@@ -235,7 +235,7 @@ def _assign_ranks(
 
     Returns:
         For each term, its first rank index, and whether it shares the A of an earlier term. The second value is the
-        total rank.
+        total rank of the target's factors.
     """
     places = [_place(term, dims.get(_STACK)) for term in terms]
     factors: dict[int, set[str]] = defaultdict(set)

@@ -144,7 +144,7 @@ def carry(
         span_size: number of bytes that are hashed together; None means `SPAN`.
         ordered: whether the bytes of a file must be written in order; None means that `files` decides.
         target_ranks: for each tensor, the ranks that write it; an empty tuple means that each rank writes its own
-            shard. None means that this process writes all tensors.
+            shard. If `target_ranks` is None, this process writes all tensors.
         exchange: moves bytes between ranks; None means that this process works alone.
 
     Returns:

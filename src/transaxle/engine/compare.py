@@ -248,8 +248,8 @@ def compare(
         first: the first open checkpoint; `to_common_dialect` decides in which dialect the two are compared.
         second: the second open checkpoint.
         numeric: whether to measure differences of values; encoded tensors are then decoded, and values in different
-            number formats are compared. If False, tensors are compared byte by byte up to their first difference, and
-            their number formats must be equal.
+            number formats are compared. If `numeric` is False, tensors are compared byte by byte up to their first
+            difference, and their number formats must be equal.
         limit: number of worker threads, and memory of their buffers.
         progress: function called with the number of bytes of each compared block.
 

@@ -143,8 +143,8 @@ def preflight(
         target: path of a folder or a single file, or a URL.
         overwrite: whether to replace an existing checkpoint, as for `execute`.
         resume: whether to continue an interrupted run, as for `execute`.
-        running: whether the plan is about to be executed. If True, a checkpoint that a killed run was replacing is
-            restored, as in every run. If False, the check changes nothing on disk.
+        running: whether the plan is about to be executed. If `running` is True, a checkpoint that a killed run was
+            replacing is restored, as in every run. If `running` is False, the check changes nothing on disk.
         several: whether several workers will execute the plan.
         limit: number of worker threads, and memory of their buffers.
         progress: function called with the number of bytes of each compared block of an existing target.

@@ -60,7 +60,7 @@ class Random:
 
     Args:
         strict: whether to refuse a checkpoint that has no state for this rank, because a different number of ranks
-            wrote it. If False, the generators are left unchanged, and the load's report mentions it.
+            wrote it. If `strict` is False, the generators are left unchanged, and the load's report mentions it.
     """
 
     def __init__(self, *, strict: bool = True) -> None:

@@ -96,7 +96,7 @@ def load(
             report contains the states of all other objects. A state that differs between ranks can only be loaded by
             the same number of ranks that saved it.
         strict: whether to refuse tensor names that only the model or only the source has, and a source without state
-            for `optimizer`. If False, the report lists them.
+            for `optimizer`. If `strict` is False, the report lists these names.
         device: device for plain tensors that are on `meta`; None means the current GPU, or the CPU without a GPU.
         group: the ranks that load together, as a process group or a mesh with one dim; None means all ranks.
         family: the model's family, such as `qwen3_moe`; None means that it is recognised from the tensor names.
@@ -106,9 +106,9 @@ def load(
         axes: axis -> size, such as `{"g": 8}`; these sizes override sizes from configs and shapes.
         rules: path of a rules file with your own families and dialects.
         decode: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from encoded (quantized) tensors, which
-            are decoded. None means that such tensors are refused.
+            are decoded. If `decode` is None, encoded tensors are refused.
         dtype: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from floating-point tensors of other
-            dtypes, which are cast as `.to` casts. None means that such tensors are refused.
+            dtypes, which are cast as `.to` casts. If `dtype` is None, tensors of other dtypes are refused.
         broadcast_replicated: whether a shard that several ranks need is read by one rank, which sends it to the others.
         jobs: number of reading threads per rank; None means as many as there are processors for the rank, but at most
             8.

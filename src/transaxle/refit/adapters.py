@@ -40,8 +40,8 @@ def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
     alone.
 
     Args:
-        state: a model, a state dict, or the sharded state dict of a Megatron model. If `adapter` is None, it may also
-            be a model under ZeRO-3.
+        state: a model, a state dict, or the sharded state dict of a Megatron model. If `adapter` is None, the state may
+            also be a model under ZeRO-3.
         adapter: how the adapter of a peft model is sent; see `read_adapter`.
         values: whether to compute merged values; if False, the returned tensors have their final shapes, dtypes and
             ties, but not their final values.

@@ -206,8 +206,8 @@ def meet(
         number: this rank's number in the group, from 0 to `size - 1`, and different on every rank.
         size: number of ranks in the group.
         secret: a text of at least 16 characters that only the ranks of the group know. Each rank and rank 0 prove to
-            each other that they know the secret, without sending it. None means the value of the environment variable
-            TRANSAXLE_REFIT_SECRET.
+            each other that they know the secret, without sending it. If `secret` is None, the value of the environment
+            variable TRANSAXLE_REFIT_SECRET is used.
         backend: `gloo` or `nccl`, the same on all ranks; None means `nccl` if torch finds a GPU, else `gloo`.
         timeout: seconds that a rank waits for other ranks, in this function and in each later exchange. With gloo,
             ranks that are communicating with a lost rank detect the loss immediately; all other ranks detect it after

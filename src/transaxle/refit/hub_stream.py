@@ -145,7 +145,7 @@ def named_tensors(
         config: the model's config; None means the attribute `config` of the model, if it has one.
         rules: path of the user's own table of tensor names.
         dtype: `bf16`, `fp16` or `fp32`. Plain weights are cast to this dtype before they are sent, except those that
-            the table marks as precise. None means no cast.
+            the table marks as precise. If `dtype` is None, nothing is cast.
         device: device of the yielded tensors; None means the device of the model's tensors.
 
     Raises:

@@ -98,13 +98,13 @@ class Refit:
         config: the model's config; None means the attribute `config` of the model, if it has one.
         rules: path of the user's own table of tensor names.
         dtype: `bf16`, `fp16` or `fp32`. Parameters of this dtype accept plain floating-point tensors of other dtypes,
-            which are cast before they are sent. None means that other dtypes are refused.
+            which are cast before they are sent. If `dtype` is None, tensors of other dtypes are refused.
         strict: whether to refuse tensor names that only source or target has, and configs that differ; the second name
             of a tied weight may be missing in one of the two.
         bucket: size of an exchange bucket (buffer); each rank has two of them.
         adapter: how a peft model is sent. `merged` sends the base weights with the active adapter merged in, under the
-            names of a model without peft; `alone` sends only the adapter, under the names in its files. None means all
-            tensors of the model, under its own names.
+            names of a model without peft; `alone` sends only the adapter, under the names in its files. If `adapter` is
+            None, all tensors of the model are sent, under its own names.
         pause: function that is called on ranks with a target, and returns a context manager. The context manager is
             active while the target is written, and may for example stop inference requests.
 

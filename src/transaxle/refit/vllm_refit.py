@@ -360,8 +360,8 @@ class VllmRefit:
     Args:
         src_state: the trainer's model or state dict.
         engine: URL of a server (`vllm serve` with `VLLM_SERVER_DEV_MODE=1`), an `LLM`, or a client with the four
-            methods of vLLM's `VLLMWeightSyncClient`; or a list of such engines. Only the value on the first rank is
-            used.
+            methods of vLLM's `VLLMWeightSyncClient`; or a list of such engines. Only the engines that the first rank
+            passes are used.
         group: the trainer's ranks; None means all ranks of the job.
         address: `HOST:PORT` at which the first rank waits for the engines; None means that it is chosen automatically.
         family: as in `Refit`; the same applies to `config`, `dtype`, `strict` and `bucket`.
@@ -370,7 +370,7 @@ class VllmRefit:
         workers: number of vLLM workers behind a client; it is not needed for a URL or an `LLM`.
         timeout: seconds that trainer and engines wait for each other.
         pause: function that returns a context manager, which is active on the first rank while engines change to new
-            weights. None means that servers hold back requests, and that an `LLM` must have no running requests.
+            weights. If `pause` is None, servers hold back requests, and an `LLM` must have no running requests.
 
     Raises:
         TypeError: if an argument has the wrong type.

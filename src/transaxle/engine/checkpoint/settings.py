@@ -55,8 +55,8 @@ class Settings(msgspec.Struct, frozen=True):
     families: Families = msgspec.field(default_factory=builtin)
     """All known model families: the built-in families and those in the user's rules file."""
     weights: Weights | None = None
-    """Which weights to read if an optimizer stores its own copies of them. None means DeepSpeed's copies, but not
-    Megatron's.
+    """Which weights to read if an optimizer stores its own copies of them. None means DeepSpeed's copies of the
+    weights, but not Megatron's copies.
     """
     optimizer: bool | None = None
     """Whether to include optimizer state; None means yes, except when `safetensors:hf` is written."""

@@ -121,8 +121,8 @@ class RayCluster:
     """Executor that hands the work items to a Ray cluster.
 
     Args:
-        address: `ray://HOST:PORT` of a cluster. None means the cluster that runs on this machine or is named by
-            `RAY_ADDRESS`, or else a local cluster that is started for the run and stopped afterwards.
+        address: `ray://HOST:PORT` of a cluster. If `address` is None, Ray uses the cluster that runs on this machine or
+            is named by `RAY_ADDRESS`, or else starts a local cluster for the run and stops it afterwards.
         cpus: number of CPUs that Ray reserves for each work item.
     """
 

@@ -59,8 +59,8 @@ class OpenPlan:
         self._prepared: Prepared | None = None
         self._place: WorkPlace | None = None if is_url(plan.order.target) else work_place(plan)
         self._storage: Storage | None = None
-        """The files of the source, if the parts of the plan for the work items are stored. None means that the worker
-        must make the plan again.
+        """The files of the source, if the parts of the plan for the work items are stored. If `_storage` is None, the
+        worker must make the plan again.
         """
         try:
             if prepared is not None:

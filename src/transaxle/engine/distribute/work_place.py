@@ -57,8 +57,8 @@ class WorkPlace(Protocol):
         """
 
     def read_part(self, item: WorkItem) -> PlanPart | None:
-        """Return the stored part of the plan for a work item. None means that it is not stored and the worker must make
-        the plan again.
+        """Return the stored part of the plan for a work item. Return None if no part is stored, so that the worker must
+        make the plan again.
 
         Raises:
             StorageError: with code IO, if the stored part cannot be read.

@@ -407,8 +407,8 @@ def divide(plan: Plan, count: int | None = None, *, whole_files: bool = False) -
 
     Args:
         plan: the whole plan.
-        count: number of work items, some of which are empty if the plan has fewer tensors or files. None means one work
-            item per GiB.
+        count: number of work items, some of which are empty if the plan has fewer tensors or files. If `count` is None,
+            there is one work item per GiB.
         whole_files: whether each target file belongs to a single work item.
 
     Raises:

@@ -121,8 +121,8 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def spans(self) -> tuple[PlannedTensor, ...]:
-        """The byte spans in which the tensor is hashed, each as a tensor of bytes. Empty if there is only one span, or
-        if values change.
+        """The byte spans in which the tensor is hashed, each as a tensor of bytes. The tuple is empty if there is only
+        one span, or if values change.
         """
         ends = span_ends(self.nbytes)
         if len(ends) == 1 or self.step is not None or self.arithmetic is not None:

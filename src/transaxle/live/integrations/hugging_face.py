@@ -400,9 +400,9 @@ class AccelerateHooks:
     """Hooks that make accelerate's `save_state` and `load_state` use Transaxle, so that any number of ranks can load
     the model.
 
-    `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights. With its FSDP
-    plugin, accelerate still writes and reads model and optimizer itself; but Transaxle loads afterwards, and its values
-    replace those of accelerate.
+    `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights. With FSDP,
+    accelerate still writes and reads model and optimizer itself; but Transaxle loads afterwards, and its values replace
+    those of accelerate.
 
     One `AccelerateHooks` object handles one model. If there are several models, the first registered object saves into
     `transaxle`, the next into `transaxle_1`, and so on, as accelerate numbers its own files. So register the objects in

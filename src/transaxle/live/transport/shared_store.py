@@ -1,11 +1,11 @@
 """A key-value store for ranks that share a secret; torch's own store, by contrast, answers any program that reaches its
 port.
 
-Server and client first prove to each other that they know the secret. Each computes a code (HMAC-SHA256) of a random
-number from the other, so neither the secret nor a reusable answer is ever sent. Every later message contains a code
-that depends on the connection and on the message's position in it. So an attacker can read messages in transit, but
-cannot change them. A client that fails the proof gets no rank number, and does not delay any other client. When all
-ranks are connected, the port is closed.
+Server and client first prove to each other that they know the secret. Server and client each compute a code
+(HMAC-SHA256) of a random number from the other, so neither the secret nor a reusable answer is ever sent. Every later
+message contains a code that depends on the connection and on the message's position in it. So an attacker can read
+messages in transit, but cannot change them. A client that fails the proof gets no rank number, and does not delay any
+other client. When all ranks are connected, the port is closed.
 
     number 0                                      another rank
     "transaxle store 1", number a           ->
