@@ -219,10 +219,7 @@ def test_peft_makes_the_same_changes_of_it(
     assert tx.verify(tmp_path / "out").ok
 
 
-@pytest.mark.parametrize(
-    ("kind", "dialect"),
-    [("every", "megatron"), ("mixture", "hf")],
-)
+@pytest.mark.parametrize(("kind", "dialect"), [("every", "megatron"), ("mixture", "hf")])
 def test_the_way_back_gives_the_same_changes(tmp_path: Path, kind: str, dialect: str) -> None:
     """Of what was joined, every part has all ranks; in the model that it was trained in, it changes the same."""
     wanted = made(tmp_path, kind)

@@ -252,10 +252,7 @@ def test_the_adapter_is_never_the_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "chosen",
-    [
-        {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    ],
+    [{"target_modules": ["q_proj", "embed_tokens"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}],
 )
 @pytest.mark.parametrize("both", [False, True])
 def test_one_of_two_that_are_tied_is_not_changed_alone(tmp_path: Path, chosen: dict[str, Any], both: bool) -> None:

@@ -184,11 +184,7 @@ def test_opening_and_looking_reads_no_tensor(tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("box", "most"),
-    [
-        ((slice(3, 11), slice(None)), 1.0),
-        ((slice(7, 8), slice(5, 6)), 1.0),
-        ((slice(None), slice(10, 70)), 1.25),
-    ],
+    [((slice(3, 11), slice(None)), 1.0), ((slice(7, 8), slice(5, 6)), 1.0), ((slice(None), slice(10, 70)), 1.25)],
 )
 def test_only_the_bytes_of_the_box_are_read(shapes: Path, box: tuple[slice, ...], most: float) -> None:
     with tx.open(shapes) as checkpoint:

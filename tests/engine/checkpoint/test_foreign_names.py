@@ -35,11 +35,7 @@ def _store(folder: Path, prefix: str, config: Mapping[str, Any] | None, extra: M
 @pytest.mark.parametrize("to", ["transformers", "dcp:automodel"])
 @pytest.mark.parametrize(
     ("prefix", "config", "extra"),
-    [
-        ("language_model.", WRAPPED, SIGHT),
-        ("model.language_model.", None, SIGHT),
-        ("", WRAPPED, {}),
-    ],
+    [("language_model.", WRAPPED, SIGHT), ("model.language_model.", None, SIGHT), ("", WRAPPED, {})],
 )
 def test_a_model_around_a_known_one_is_refused(
     to: str, prefix: str, config: Mapping[str, Any] | None, extra: Mapping[str, Any], tmp_path: Path
@@ -159,8 +155,5 @@ def test_what_no_line_reads_is_refused_where_its_layer_gets_other_names(prefix: 
     source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
     for to in ("torchtitan", "megatron", "vllm"):
         (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
-        assert (refusal.code, refusal.where.tensor) == (
-            "UNEXPECTED_TENSOR",
-            f"model.layers.1.{prefix}extra.weight",
-        )
+        assert (refusal.code, refusal.where.tensor) == ("UNEXPECTED_TENSOR", f"model.layers.1.{prefix}extra.weight")
     assert tx.plan(source, tmp_path / "out", to="hf").refusals == ()

@@ -21,12 +21,7 @@ from transaxle.engine.checkpoint.manifest import HashWitness, watch_hashes
 from transaxle.formats.registry import MANIFEST
 from transaxle.move import journal
 
-FORMS = (
-    "safetensors:transformers",
-    "dcp:torchtitan",
-    "torch:automodel",
-    "megatron_torch",
-)
+FORMS = ("safetensors:transformers", "dcp:torchtitan", "torch:automodel", "megatron_torch")
 ADAPTER: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
 
 

@@ -144,10 +144,7 @@ def test_bits_are_compared_and_distances_measured(
         assert found.differences[0].max_abs == pytest.approx(apart)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["?", "i1", "u8", "f2", "f8", "c8", "bfloat16", "float8_e5m2"],
-)
+@pytest.mark.parametrize("kind", ["?", "i1", "u8", "f2", "f8", "c8", "bfloat16", "float8_e5m2"])
 def test_distances_of_every_type(tmp_path: Path, kind: str) -> None:
     dtype = np.dtype(getattr(ml_dtypes, kind, kind))
     one = np.zeros(200_000, np.float32).astype(dtype)

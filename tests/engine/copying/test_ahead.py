@@ -69,10 +69,7 @@ def test_older_names_of_megatron_are_read(dialect: str, tmp_path: Path) -> None:
     assert peers.load(tmp_path / "out") == peers.bits(case.dialects[HF])
 
 
-@pytest.mark.parametrize(
-    "lost",
-    ["model.layers.4.mlp.experts.5.up_proj.weight", "model.layers.3.mlp.gate.weight"],
-)
+@pytest.mark.parametrize("lost", ["model.layers.4.mlp.experts.5.up_proj.weight", "model.layers.3.mlp.gate.weight"])
 def test_half_a_layer_that_predicts_ahead_is_incomplete(lost: str, tmp_path: Path) -> None:
     case = cases.case(FAMILY, "ahead")
     held = {name: value for name, value in case.dialects[HF].items() if name != lost}

@@ -127,10 +127,7 @@ def in_two(extent: Extent) -> list[Extent]:
     shape = (*extent.shape[:2], rows, *extent.shape[3:])
     second = (*extent.start[:2], extent.start[2] + rows, *extent.start[3:])
     half = 4 * rows * extent.shape[3]
-    return [
-        replace(extent, shape=shape),
-        replace(extent, shape=shape, start=second, offset=extent.offset + half),
-    ]
+    return [replace(extent, shape=shape), replace(extent, shape=shape, start=second, offset=extent.offset + half)]
 
 
 def turned(extent: Extent) -> list[Extent]:

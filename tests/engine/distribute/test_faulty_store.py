@@ -156,10 +156,7 @@ class Completions:
         return None if self._proxy.carried_out.is_set() else self._following
 
 
-COMPLETED: list[tuple[Fault, Fault | None]] = [
-    ("truncate", None),
-    ("late", "error"),
-]
+COMPLETED: list[tuple[Fault, Fault | None]] = [("truncate", None), ("late", "error")]
 """How the answer to the last call is lost, and what the service says until it has done it."""
 
 

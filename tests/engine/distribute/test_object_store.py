@@ -74,10 +74,7 @@ def look_at(bucket: Bucket) -> dict[str, bytes]:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("items", "shard", "span"),
-    [(9, 16 * MIB, SPAN), (7, 4 * MIB, MIB), (7, SHARD, MIB)],
-)
+@pytest.mark.parametrize(("items", "shard", "span"), [(9, 16 * MIB, SPAN), (7, 4 * MIB, MIB), (7, SHARD, MIB)])
 def test_the_bytes_are_those_of_one_process(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int, shard: int, span: int
 ) -> None:
@@ -281,10 +278,7 @@ def test_clean_knows_targets_with_a_question_mark(bucket: Bucket, tmp_path: Path
     assert (bucket.names(), bucket.uploads()) == ([], [])
 
 
-CHANGES: Calls = {
-    S3Multipart: ("begin_upload", "send_part", "complete", "put", "abort"),
-    Service: ("delete",),
-}
+CHANGES: Calls = {S3Multipart: ("begin_upload", "send_part", "complete", "put", "abort"), Service: ("delete",)}
 """What changes something on the service."""
 
 

@@ -66,10 +66,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("first", "to"),
-    [(None, "dcp:torchtitan"), ("dcp:torchtitan", "hf")],
-)
+@pytest.mark.parametrize(("first", "to"), [(None, "dcp:torchtitan"), ("dcp:torchtitan", "hf")])
 def test_the_bytes_are_those_of_one_process(
     cluster: Any, first: str | None, to: str, source: Path, tmp_path: Path
 ) -> None:

@@ -389,14 +389,7 @@ def test_buffers_stay_within_the_memory_given(tmp_path: Path) -> None:
 
 
 def test_limits() -> None:
-    for jobs, memory in [
-        (1, MIN_MEMORY),
-        (8, 64 << 20),
-        (64, 1 << 20),
-        (3, 10_000_001),
-        (1, 1 << 40),
-        (1000, 1 << 30),
-    ]:
+    for jobs, memory in [(1, MIN_MEMORY), (8, 64 << 20), (64, 1 << 20), (3, 10_000_001), (1, 1 << 40), (1000, 1 << 30)]:
         limit = limits(jobs, memory)
         assert 1 <= limit.jobs <= jobs
         assert limit.peak <= memory

@@ -17,10 +17,7 @@ from transaxle.families import builtin
 
 CONFIG = "config.json"
 
-pytestmark = [
-    pytest.mark.peers,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-]
+pytestmark = [pytest.mark.peers, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")]
 """Every module that uses this one takes these marks over."""
 
 ALL = [(family, variant) for family, variants in VARIANTS.items() for variant in variants]

@@ -32,10 +32,7 @@ def test_options_of_the_source_alone_are_none_of_the_result(options: dict[str, A
         assert written["a.weight"].tobytes() == expected
 
 
-@pytest.mark.parametrize(
-    ("model_type", "place"),
-    [("gemma3", "out.pt"), ("qwen2_5_vl", "out.safetensors")],
-)
+@pytest.mark.parametrize(("model_type", "place"), [("gemma3", "out.pt"), ("qwen2_5_vl", "out.safetensors")])
 def test_one_file_is_read_back_in_the_dialect_that_it_was_written_in(
     model_type: str, place: str, tmp_path: Path
 ) -> None:

@@ -380,11 +380,7 @@ def test_a_file_that_is_alone_is_a_model(file: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "key", "nested"),
-    [
-        ("qwen3_moe", "num_hidden_layers", ""),
-        ("qwen2_5_vl", "depth", "vision_config"),
-    ],
+    ("family", "key", "nested"), [("qwen3_moe", "num_hidden_layers", ""), ("qwen2_5_vl", "depth", "vision_config")]
 )
 def test_zero_layers_are_wrong_where_layers_are_stored(family: str, key: str, nested: str, tmp_path: Path) -> None:
     config = {**checkpoints.CONFIG, key: 0} if not nested else {

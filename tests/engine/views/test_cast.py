@@ -190,11 +190,7 @@ def quantized_elsewhere() -> dict[str, tuple[str, Tensors]]:
         "quanto": ("quanto", {"weight._data": whole(i8, ROWS, COLUMNS), "weight._scale": real(bf16, ROWS, 1)}),
         "aqlm": (
             "aqlm",
-            {
-                "codes": whole(i8, ROWS, 8, 1),
-                "codebooks": real(f16, 1, 256, 1, 8),
-                "scales": real(f16, ROWS, 1, 1, 1),
-            },
+            {"codes": whole(i8, ROWS, 8, 1), "codebooks": real(f16, 1, 256, 1, 8), "scales": real(f16, ROWS, 1, 1, 1)},
         ),
         "higgs": (
             "higgs",
@@ -209,14 +205,8 @@ def quantized_elsewhere() -> dict[str, tuple[str, Tensors]]:
             },
         ),
         "marlin": ("marlin", {"B": whole(i32, 4, 64), "s": real(f16, 4, ROWS)}),
-        "scaled fp8": (
-            "",
-            {"weight": real(f32, ROWS, COLUMNS).to(torch.float8_e4m3fn), "scale_weight": real(f32, 1)},
-        ),
-        "modelopt": (
-            "",
-            {"weight": whole(u8, ROWS, COLUMNS), "weight_quantizer._scale": real(f32, ROWS, 4)},
-        ),
+        "scaled fp8": ("", {"weight": real(f32, ROWS, COLUMNS).to(torch.float8_e4m3fn), "scale_weight": real(f32, 1)}),
+        "modelopt": ("", {"weight": whole(u8, ROWS, COLUMNS), "weight_quantizer._scale": real(f32, ROWS, 4)}),
         "8 bits of nobody": ("", {"levels": whole(u8, ROWS, COLUMNS), "steps": real(f32, ROWS)}),
         "a maximum in a module": ("", {"weight": whole(i8, ROWS, COLUMNS), "weight_quantizer._amax": real(f32, 1)}),
         "a scale in a module": ("", {"w": whole(u8, ROWS, COLUMNS), "observer.scale": real(f32, ROWS)}),
