@@ -23,14 +23,10 @@ from transaxle.cli.shell import write_report
 from transaxle.engine.distribute.work_plan import WorkPlan, write_plan
 from transaxle.formats.registry import builtin, writable
 
+NORM = "model.norm.weight"
 READING = (
-    ("ls",),
-    ("info",),
-    ("verify",),
-    ("plan", "--to", "torchtitan"),
-    ("convert", "--to", "torchtitan"),
-    ("diff",),
-)
+    ("ls",), ("info",), ("verify",), ("plan", "--to", "torchtitan"), ("convert", "--to", "torchtitan"), ("diff",)
+)  # fmt: skip
 
 
 def _arguments(command: tuple[str, ...], path: str) -> list[str]:
@@ -57,7 +53,7 @@ def _disagreeing(folder: Path) -> str:
     tiny(folder, shards=2)
     index = json.loads((folder / INDEX).read_text())
     where = index["weight_map"]
-    where["model.norm.weight"] = next(file for file in where.values() if file != where["model.norm.weight"])
+    where[NORM] = next(file for file in where.values() if file != where[NORM])
     (folder / INDEX).write_text(json.dumps(index))
     return "CORRUPT"
 
@@ -233,10 +229,8 @@ def test_hints_for_files_of_other_formats(ck: Path, transaxle: Transaxle) -> Non
 
 def test_hints_mention_axis_and_config_first(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--axis", "g=3")
-    assert (outcome.code, "Correct --axis (axes=) and --config (config=), if you gave them." in outcome.out) == (
-        REFUSED,
-        True,
-    )
+    assert outcome.code == REFUSED
+    assert "Correct --axis (axes=) and --config (config=), if you gave them." in outcome.out
     Path("empty").mkdir()
     outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--config", "empty")
     assert (outcome.code, "empty/config.json\n      no such file" in outcome.err) == (MACHINE, True)
@@ -251,61 +245,26 @@ def test_a_target_in_or_around_the_source(target: str, way: str, ck: Path, trans
     assert (outcome.code, way in outcome.err, "--overwrite" in outcome.err) == (USAGE, True, False)
 
 
-def _mixed(folder: Path) -> tuple[str, list[str]]:
-    changed = tensors()
-    changed[GATE] = changed[GATE].astype(np.float32)
-    write(folder, changed, config=CONFIG)
-    return "--dtype", ["--dtype", "bf16"]
+HELD, IDENTITY = tensors(), "--to safetensors:identity"
+HINTS: dict[str, tuple[checkpoints.Tensors, dict[str, Any], str, str, str]] = {
+    "mixed": ({**HELD, GATE: HELD[GATE].astype(np.float32)}, {}, "", "--dtype", "--dtype bf16"),
+    "tied": (HELD, {"tie_word_embeddings": True}, "", "--config FILE", "--config untied.json"),
+    "lossy": ({**HELD, NORM: HELD[NORM] * 0 + 1e30}, {}, "--dtype fp16", "--allow-lossy", "--dtype fp16 --allow-lossy"),
+    "unheard of": ({"q.w": np.zeros((3, 3), np.float32)}, {"model_type": "ctrl"}, "", IDENTITY, IDENTITY),
+    "in part": ({name: HELD[name] for name in HELD if name != GATE}, {}, "", IDENTITY, IDENTITY),
+    "strict": ({**HELD, "foo.bar": np.zeros(3, np.float32)}, {}, "--strict", "Omit --strict (strict=True).", ""),
+}
+"""What is stored, what its config says, options, the hint of the refusal, and options that follow it."""
 
 
-def _untied(folder: Path) -> tuple[str, list[str]]:
-    write(folder, tensors(), config={**CONFIG, "tie_word_embeddings": True})
-    Path("untied.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
-    return "--config FILE", ["--config", "untied.json"]
-
-
-def _lossy(folder: Path) -> tuple[str, list[str]]:
-    changed = tensors()
-    changed["model.norm.weight"][0] = 1e30
-    write(folder, changed, config=CONFIG)
-    return "--allow-lossy", ["--dtype", "fp16", "--allow-lossy"]
-
-
-def _unheard(folder: Path) -> tuple[str, list[str]]:
-    write(folder, {"q.w": np.zeros((3, 3), np.float32)}, config={"model_type": "ctrl"})
-    return "--to safetensors:identity", ["--to", "safetensors:identity"]
-
-
-def _partly(folder: Path) -> tuple[str, list[str]]:
-    held = tensors()
-    del held[GATE]
-    write(folder, held, config=CONFIG)
-    return "--to safetensors:identity", ["--to", "safetensors:identity"]
-
-
-def _strict(folder: Path) -> tuple[str, list[str]]:
-    write(folder, {**tensors(), "foo.bar": np.zeros(3, np.float32)}, config=CONFIG)
-    return "Omit --strict (strict=True).", []
-
-
-@pytest.mark.parametrize(
-    ("make", "asked"),
-    [
-        (_mixed, []),
-        (_untied, []),
-        (_lossy, ["--dtype", "fp16"]),
-        (_unheard, []),
-        (_partly, []),
-        (_strict, ["--strict"]),
-    ],
-)
-def test_hints_of_refusals_work(
-    make: Callable[[Path], tuple[str, list[str]]], asked: list[str], here: Path, transaxle: Transaxle
-) -> None:
-    way, followed = make(here / "ck")
-    refused = transaxle("convert", "ck", "out", "--to", "automodel", *asked)
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_of_refusals_work(name: str, here: Path, transaxle: Transaxle) -> None:
+    held, said, asked, way, followed = HINTS[name]
+    write(here / "ck", held, config={**CONFIG, **said})
+    Path("untied.json").write_text(json.dumps(CONFIG))
+    refused = transaxle("convert", "ck", "out", "--to", "automodel", *asked.split())
     assert (refused.code in (USAGE, REFUSED), way in refused.err) == (True, True)
-    assert transaxle("convert", "ck", "out", "--to", "automodel", *followed).code == 0
+    assert transaxle("convert", "ck", "out", "--to", "automodel", *followed.split()).code == 0
 
 
 @pytest.mark.parametrize(
@@ -437,9 +396,8 @@ def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxl
         ("diff", f"{long}/a", ck),
         ("derive", f"{long}/config.json"),
     ):
-        outcome = transaxle(*said, "--json") if said[0] != "derive" else transaxle(*said)
-        assert outcome.code == MACHINE
-        assert outcome.codes == ["IO"] if said[0] != "derive" else "IO  xxx" in outcome.err
+        outcome = transaxle(*said)
+        assert (outcome.code, "IO  xxx" in outcome.err) == (MACHINE, True)
 
 
 def test_a_link_to_itself_is_an_io_error(here: Path, transaxle: Transaxle) -> None:
@@ -459,10 +417,8 @@ NOT_UTF8 = os.fsdecode(b"ck\xff\xfe")
 def test_paths_that_are_not_utf8(tmp_path: Path, transaxle: Transaxle) -> None:
     source, adapter = tiny(tmp_path / NOT_UTF8), tmp_path / os.fsdecode(b"lora\xe9")
     for number, words in enumerate([(), ("--json",), ("--resume",), ("--verify",)]):
-        assert transaxle("convert", source, tmp_path / f"out-{number}", "--to", "hf", *words).code == 0
-        assert (
-            transaxle("convert", source, tmp_path / f"{NOT_UTF8}-{number}", "--to", "dcp:torchtitan", *words).code == 0
-        )
+        for target, to in ((f"out-{number}", "hf"), (f"{NOT_UTF8}-{number}", "dcp:torchtitan")):
+            assert transaxle("convert", source, tmp_path / target, "--to", to, *words).code == 0
     page = str(tmp_path / "page.html")
     for verb, *options in (["ls"], ["info", "--json"], ["verify"], ["report", "-o", page], ["clean"]):
         assert transaxle(verb, source, *options).code == 0

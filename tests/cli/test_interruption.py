@@ -20,8 +20,9 @@ from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests import checkpoints
-from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, USAGE, Transaxle, command, tree
+from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, USAGE, Transaxle, command, process, tree
 from tests.engine import quantized
+from tests.engine.killed import contents
 
 SLOWLY = """
 import time
@@ -80,44 +81,25 @@ def test_killed_and_continued_gives_the_same_bytes(ck: Path, transaxle: Transaxl
     assert tree(Path("out")) == tree(Path("whole"))
 
 
-def test_killed_while_replacing_keeps_the_old_one(ck: Path, transaxle: Transaxle) -> None:
-    assert transaxle("convert", ck, "out", "--to", "automodel").code == 0
-    before = tree(Path("out"))
-    with _running(*CONVERT, "--overwrite") as running:
-        running.send_signal(signal.SIGKILL)
-    assert tree(Path("out")) == before
-    assert transaxle(*CONVERT, "--overwrite", "--resume").code == 0
-    assert transaxle("verify", ck, "out").code == 0
-    assert _hidden(Path()) == []
-
-
+@pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(
-    ("options", "said", "left"),
+    ("number", "code", "said"),
     [
-        ((), "interrupted, nothing was written\n", []),
-        (("--resume",), "interrupted, run the same command again to continue\n", [".out.transaxle-partial"]),
+        (signal.SIGINT, INTERRUPTED, "interrupted"),
+        (signal.SIGTERM, TERMINATED, "stopped by SIGTERM"),
+        (signal.SIGHUP, HUNG_UP, "stopped by SIGHUP"),
     ],
 )
-def test_ctrl_c_prints_one_line(options: tuple[str, ...], said: str, left: list[str], ck: Path) -> None:
-    with _running(*CONVERT, *options) as running:
-        running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=600)
-    assert (running.returncode, out, err) == (INTERRUPTED, "", said)
-    assert not Path("out").exists()
-    assert _hidden(Path()) == left
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "resume"), [(signal.SIGTERM, TERMINATED, False), (signal.SIGHUP, HUNG_UP, True)]
-)
-def test_a_signal_cleans_up_as_ctrl_c_does(ck: Path, number: signal.Signals, code: int, resume: bool) -> None:
+def test_a_signal_leaves_nothing_or_what_resume_needs(
+    number: signal.Signals, code: int, said: str, resume: bool, ck: Path
+) -> None:
     with _running(*CONVERT, *["--resume"] * resume) as running:
         running.send_signal(number)
-        running.send_signal(number)  # what comes while it is putting things in order does not disturb that
+        if number != signal.SIGINT:
+            running.send_signal(number)  # what comes while it is putting things in order does not disturb that
         out, err = running.communicate(timeout=600)
     left = "run the same command again to continue" if resume else "nothing was written"
-    assert (running.returncode, out) == (code, "")
-    assert err == f"stopped by {number.name}, {left}\n"
+    assert (running.returncode, out, err) == (code, "", f"{said}, {left}\n")
     assert not Path("out").exists()
     assert _hidden(Path()) == [".out.transaxle-partial"] * resume
 
@@ -147,7 +129,6 @@ def test_the_cursor_comes_back(ck: Path) -> None:
 
 
 def test_a_terminal_that_is_gone(ck: Path) -> None:
-    """The window was closed: nothing can be printed, but files are still cleaned up."""
     outer, inner = pty.openpty()
     with _running(*CONVERT, screen=inner) as running:
         os.close(inner)
@@ -186,7 +167,7 @@ def test_unfinished_work_is_kept_when_another_task_is_given(ck: Path, transaxle:
     assert transaxle("verify", ck, "out").code == 0
 
 
-IMPORTED = """
+WHILE_IT_IS_IMPORTED = """
 import sys
 class Finder:
     @staticmethod
@@ -197,13 +178,7 @@ sys.meta_path.insert(0, Finder)
 """
 
 
-def test_ctrl_c_while_the_program_is_imported_is_an_interruption(here: Path) -> None:
-    line = command("ls", "ck", before=IMPORTED)
-    ended = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (INTERRUPTED, "", "interrupted\n")
-
-
-_WHILE_A_CLASS_IS_MADE = """
+WHILE_A_CLASS_IS_MADE = """
 from transaxle.engine.checkpoint import checkpoint
 class Interrupted:
     def __set_name__(self, owner, name):
@@ -212,13 +187,13 @@ def make_a_class(*_, **__):
     type("Made", (), {"member": Interrupted()})
 checkpoint.open_container = make_a_class
 """
+"""Python 3.11 makes a RuntimeError of it."""
 
 
-def test_an_interruption_while_a_class_is_made_is_no_bug(ck: Path) -> None:
-    """Python 3.11 makes a RuntimeError of it."""
-    line = command("ls", str(ck), before=_WHILE_A_CLASS_IS_MADE)
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (INTERRUPTED, "interrupted\n")
+@pytest.mark.parametrize("before", [WHILE_IT_IS_IMPORTED, WHILE_A_CLASS_IS_MADE], ids=["imports", "a class"])
+def test_ctrl_c_is_an_interruption_whenever_it_comes(before: str, ck: Path) -> None:
+    done = process("ls", ck, before=before)
+    assert (done.code, done.out, done.err) == (INTERRUPTED, "", "interrupted\n")
 
 
 # Identities under hash seeds: plans, manifests, files, reports and work plans do not depend on the order of sets.
@@ -284,24 +259,30 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _under(seed: int, folder: Path, *command: str) -> subprocess.CompletedProcess[bytes]:
+def _under(seed: int, folder: Path, *command: str, code: int = 0) -> bytes:
+    """Run Python under a hash seed in a folder; return what it prints."""
     environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
-    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, check=False)
+    line = [sys.executable, *command]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, check=False)
+    assert done.returncode == code, done.stderr.decode()[-2000:]
+    return done.stdout
+
+
+def _made(seed: int, folder: Path, sources: list[Path], *command: str) -> dict[str, bytes]:
+    """Run Python in an empty folder of this name, in which there are links to sources; return the files it leaves."""
+    folder.mkdir()
+    for path in sources:
+        (folder / path.name).symlink_to(path)
+    said = _under(seed, folder, *command)
+    found = contents(folder)
+    shutil.rmtree(folder)
+    left_out = {path.name for path in sources}
+    return {name: data for name, data in found.items() if name.split("/")[0] not in left_out} | {"said": said}
 
 
 def test_files_and_plans_are_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
-    made: list[dict[str, bytes]] = []
-    for seed in range(SEEDS):
-        folder = tmp_path / "here"  # work plans have whole paths
-        folder.mkdir()
-        for path in inputs.iterdir():
-            (folder / path.name).symlink_to(path)
-        outcome = _under(seed, folder, "-c", RUN, json.dumps(KINDS))
-        assert outcome.returncode == 0, outcome.stderr.decode()[-2000:]
-        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-        made.append({str(path.relative_to(folder)): path.read_bytes() for path in files})
-        made[-1]["said"] = outcome.stdout
-        shutil.rmtree(folder)
+    command = ("-c", RUN, json.dumps(KINDS))
+    made = [_made(seed, tmp_path / "here", [*inputs.iterdir()], *command) for seed in range(SEEDS)]
     assert sum(name.endswith((".work", ".html")) for name in made[0]) == 3 * len(KINDS)
     assert sum(name.endswith("transaxle.json") for name in made[0]) == len(KINDS)
     for seed, each in enumerate(made):
@@ -342,19 +323,10 @@ print(json.dumps({**report.as_json(), "seconds": 0}))
 
 
 def test_saves_and_averages_are_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
-    """Live saves, the plan of a refit, and the means of replicas."""
-    made: list[dict[str, bytes]] = []
-    for seed in range(2):  # each imports torch
-        folder = tmp_path / "here"
-        folder.mkdir()
-        (folder / "source").symlink_to(inputs / "source")
-        outcome = _under(seed, folder, "-c", LIVE)
-        assert outcome.returncode == 0, outcome.stderr.decode()[-2000:]
-        files = [path for path in folder.rglob("*") if path.is_file() and "ranks" not in path.parts]
-        made.append({str(path.relative_to(folder)): path.read_bytes() for path in files} | {"said": outcome.stdout})
-        shutil.rmtree(folder)
-    assert len(made[0]) > 15
-    assert [name for name, content in made[0].items() if made[1].get(name) != content] == []
+    made = [_made(seed, tmp_path / "here", [inputs / "source"], "-c", LIVE) for seed in range(2)]  # each imports torch
+    saved = {name: data for name, data in made[0].items() if not name.startswith("ranks/")}
+    assert len(saved) > 15
+    assert [name for name, data in saved.items() if made[1].get(name) != data] == []
 
 
 KILLED = """
@@ -375,13 +347,10 @@ print(tx.convert("source", "out", to="automodel", merge="adapter", resume=True, 
 def test_a_merge_is_continued_and_shared_under_other_seeds(inputs: Path, tmp_path: Path) -> None:
     for path in inputs.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    assert _under(1, tmp_path, "-c", KILLED).returncode == 9
-    resumed = _under(2, tmp_path, "-c", RESUMED)
-    assert resumed.returncode == 0, resumed.stderr.decode()[-2000:]
-    assert int(resumed.stdout) > 0
+    _under(1, tmp_path, "-c", KILLED, code=9)
+    assert int(_under(2, tmp_path, "-c", RESUMED)) > 0
     steps = ("--begin", "--items=0", "--items=1", "--commit")
     planned = ("plan", "source", "shared", *KINDS["merge"][1:], "--write", "work", "--items", "2")
     for seed, words in enumerate([planned, *(("work", "work", step) for step in steps)], 3):
-        outcome = _under(seed, tmp_path, "-m", "transaxle", *words)
-        assert outcome.returncode == 0, outcome.stderr.decode()[-2000:]
+        _under(seed, tmp_path, "-m", "transaxle", *words)
     assert (tmp_path / "shared" / checkpoints.WHOLE).read_bytes() == (tmp_path / "out" / checkpoints.WHOLE).read_bytes()

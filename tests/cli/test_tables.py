@@ -42,11 +42,8 @@ def test_families_by_a_word(transaxle: Transaxle) -> None:
     named = [each["family"] for each in transaxle("families", "Kimi_K2", "--json").json["families"]]
     assert named == ["deepseek_v3", "kimi_k25"]
     nothing = transaxle("families", "frobnitz")
-    assert (nothing.code, nothing.out, nothing.err.split()[:4]) == (
-        0,
-        "",
-        ["0", "families", "of", f"{len(builtin())};"],
-    )
+    assert (nothing.code, nothing.out) == (0, "")
+    assert nothing.err.startswith(f"0 families of {len(builtin())};")
     assert ("transaxle derive" in nothing.err, "transaxle dialects" in nothing.err) == (True, False)
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.checkpoints import CONFIG, GATE, TENSORS, tensors, write
-from tests.cli.running import DIFFERENT, REFUSED, Transaxle, flip, only
+from tests.cli.running import DIFFERENT, Transaxle, flip, only
 
 
 def _changed(folder: Path, *names: str) -> Path:
@@ -23,11 +22,10 @@ def _changed(folder: Path, *names: str) -> Path:
 
 def test_equal_across_dialects(ck: Path, converted: Callable[[str], Path], transaxle: Transaxle) -> None:
     folder = converted("automodel")
-    assert (
-        transaxle("verify", ck, folder).out == "equal: 69 tensors on the left are 25 on the right, 13,936 parameters\n"
-    )
+    for verb in ("verify", "diff"):
+        said = "equal: 69 tensors on the left are 25 on the right, 13,936 parameters\n"
+        assert transaxle(verb, ck, folder).out == said
     assert transaxle("verify", folder, ck).code == 0
-    assert transaxle("diff", ck, folder).out == "equal: 69 tensors on the left are 25 on the right, 13,936 parameters\n"
     found = transaxle("verify", ck, folder, "--json").json
     assert (found["ok"], found["against"]) == (True, "checkpoint")
     assert found["comparison"]["stored"] == {"first": TENSORS, "second": 25}
@@ -48,24 +46,6 @@ def test_every_flipped_bit_of_the_data_is_seen(converted: Callable[[str], Path],
         assert "Copy the file again" in outcome.out
         flip(file, at, bit=at % 8)
     assert transaxle("verify", folder).code == 0
-
-
-@pytest.mark.parametrize("at", [0, 9, 500])
-def test_a_flipped_bit_elsewhere_is_seen_too(at: int, converted: Callable[[str], Path], transaxle: Transaxle) -> None:
-    folder = converted("torchtitan")
-    for file in sorted(folder.iterdir()):
-        if at < file.stat().st_size:
-            flip(file, at)
-            assert transaxle("verify", folder, "--json").code in {DIFFERENT, REFUSED}, file.name
-            flip(file, at)
-
-
-def test_a_missing_file_is_seen(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
-    folder = converted("torchtitan")
-    (folder / "config.json").unlink()
-    outcome = transaxle("verify", folder, "--json")
-    assert outcome.code == DIFFERENT
-    assert [(p["code"], p["file"]) for p in outcome.json["problems"]] == [("INCOMPLETE", "config.json")]
 
 
 def test_without_a_manifest_verify_says_what_was_checked(ck: Path, transaxle: Transaxle) -> None:
@@ -133,17 +113,6 @@ def test_a_long_list_of_differences_is_shortened(here: Path, transaxle: Transaxl
     write(here / "b", {f"name_{chr(97 + n)}": np.ones(n + 1, np.float32) for n in range(25)})
     assert "… and 5 more rows (--all or --json shows them)" in transaxle("diff", "a", "b").out
     assert transaxle("diff", "a", "b", "--all").out.count("values differ") == 25
-
-
-def test_a_source_that_was_damaged_is_refused(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
-    folder = converted("torchtitan")
-    assert transaxle("convert", folder, "first", "--to", "hf", "--json").json["source_against"] == "manifest"
-    flip(folder / "model.safetensors", -1)
-    for more in ((), ("--verify",)):
-        outcome = transaxle("convert", folder, "out", "--to", "hf", *more)
-        assert outcome.code == REFUSED
-        assert "in the source, the bytes were changed after they were written (model.safetensors)" in outcome.err
-        assert not Path("out").exists()
 
 
 def test_optimizer_state_on_one_side_only_is_reported_as_such(here: Path, transaxle: Transaxle) -> None:

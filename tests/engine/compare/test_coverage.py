@@ -144,8 +144,9 @@ def test_it_says_what_it_did_not_prove(tmp_path: Path) -> None:
     folder = _made(tmp_path, "safetensors:identity")
     (folder / "notes").mkdir()
     (folder / "notes" / "more.txt").write_text("beside")
+    (folder / "other.bin").write_bytes(b"1")
     found = tx.verify(folder)
-    assert (found.ok, found.unlisted, found.unproved) == (True, ("notes/more.txt",), 0)
+    assert (found.ok, found.unlisted, found.unproved) == (True, ("other.bin", "notes/more.txt"), 0)
     (folder / MANIFEST).unlink()
     found = tx.verify(folder)
     assert found.unproved == found.bytes_read > 0

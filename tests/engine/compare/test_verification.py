@@ -114,14 +114,6 @@ def test_all_problems_are_listed_with_their_places(copy: Path) -> None:
     }
 
 
-def test_files_that_were_added_are_shown_and_no_fault(copy: Path) -> None:
-    (copy / "README.md").write_text("mine")
-    (copy / "other.bin").write_bytes(b"1")
-    found = verified(copy)
-    assert found.ok
-    assert found.unlisted == ("README.md", "other.bin")
-
-
 def test_tensors_that_the_manifest_does_not_know(copy: Path) -> None:
     """The files and the manifest of two different checkpoints, each of them intact."""
     manifest = decode((copy / MANIFEST).read_bytes())
@@ -187,14 +179,6 @@ def test_a_manifest_says_how_large_tensors_are_hashed(
     monkeypatch.undo()
     assert not verified(tmp_path / "out").ok
     assert decode((written / MANIFEST).read_bytes()).transaxle == 1
-
-
-def test_without_a_manifest_the_structure_is_checked(copy: Path) -> None:
-    (copy / MANIFEST).unlink()
-    found = verified(copy)
-    assert (found.ok, found.against) == (True, "structure")
-    os.truncate(next(copy.glob("model-00001*")), 900)
-    assert not well(copy)
 
 
 def test_the_manifest_is_the_same_text_each_time(written: Path, tmp_path: Path) -> None:
