@@ -27,6 +27,14 @@ class Outcome:
     def __post_init__(self) -> None:
         assert "Traceback" not in self.out + self.err, self.err
 
+    def expect(self, code: int, *, out: str | tuple[str, ...] = (), err: str | tuple[str, ...] = ()) -> Outcome:
+        """Demand an exit code, and what each stream says among other things."""
+        assert self.code == code, self
+        for words, text in ((out, self.out), (err, self.err)):
+            for each in (words,) if isinstance(words, str) else words:
+                assert each in text, text
+        return self
+
     @property
     def json(self) -> Any:
         """Standard output, which must be exactly one JSON document, with nothing beside it on standard error."""

@@ -88,10 +88,7 @@ def test_damaged_input_is_refused(
 ) -> None:
     code = damage(here / "ck")
     before = sorted(here.iterdir())
-    outcome = transaxle(*_arguments(command, "ck"))
-    assert outcome.code == REFUSED
-    assert code in outcome.err
-    assert f"transaxle explain {code}" in outcome.err
+    transaxle(*_arguments(command, "ck")).expect(REFUSED, err=(code, f"transaxle explain {code}"))
     found = transaxle(*_arguments(command, "ck"), "--json")
     assert found.codes[0] == code
     assert found.json["error"]["exit_code"] == found.code == REFUSED
@@ -100,16 +97,12 @@ def test_damaged_input_is_refused(
 
 @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
 def test_a_wrong_path_is_no_refusal(command: tuple[str, ...], ck: Path, transaxle: Transaxle) -> None:
-    outcome = transaxle(*_arguments(command, "ckk"))
-    assert outcome.code == MACHINE
-    assert "no such file or folder" in outcome.err
-    assert "Did you mean ck?" in outcome.err
+    transaxle(*_arguments(command, "ckk")).expect(MACHINE, err=("no such file or folder", "Did you mean ck?"))
 
 
 def test_a_broken_link_is_reported_as_such(here: Path, transaxle: Transaxle) -> None:
     (here / "latest").symlink_to("gone")
-    outcome = transaxle("ls", "latest")
-    assert (outcome.code, "It is a link to gone, which is not there." in outcome.err) == (MACHINE, True)
+    transaxle("ls", "latest").expect(MACHINE, err="It is a link to gone, which is not there.")
 
 
 def test_refusals_name_file_tensor_and_both_sizes(here: Path, transaxle: Transaxle) -> None:
@@ -185,9 +178,10 @@ def test_the_hint_for_an_existing_target_works(
 def test_source_and_target_swapped(command: str, exists: bool, ck: Path, transaxle: Transaxle) -> None:
     if exists:
         Path("out").mkdir()
-    outcome = transaxle(command, "out/", ck, "--to", "hf")
-    assert outcome.code == (REFUSED if exists else MACHINE)
-    assert f"The source comes first, then the target; here the target, {ck}, holds a checkpoint." in outcome.err
+    transaxle(command, "out/", ck, "--to", "hf").expect(
+        REFUSED if exists else MACHINE,
+        err=f"The source comes first, then the target; here the target, {ck}, holds a checkpoint.",
+    )
     assert "comes first" not in transaxle(command, "out/", "nothing", "--to", "hf").err
     with pytest.raises(tx.TransaxleError, match="The source comes first"):
         getattr(tx, command)("out/", ck, to="hf")
@@ -207,8 +201,7 @@ def _cache(ck: Path, revision: str = "0123abcd") -> Path:
 def test_a_snapshot_in_a_hub_cache(ck: Path, transaxle: Transaxle) -> None:
     snapshot = _cache(ck)
     assert transaxle("convert", snapshot, "out", "--to", "dcp:torchtitan").code == 0
-    outcome = transaxle("ls", "models--me--mine")
-    assert (outcome.code, "models--me--mine/snapshots/0123abcd." in outcome.err) == (REFUSED, True)
+    transaxle("ls", "models--me--mine").expect(REFUSED, err="models--me--mine/snapshots/0123abcd.")
 
 
 def test_hints_for_files_of_other_formats(ck: Path, transaxle: Transaxle) -> None:
@@ -216,10 +209,13 @@ def test_hints_for_files_of_other_formats(ck: Path, transaxle: Transaxle) -> Non
     for name in ("model.gguf", "arrays.npz", "model.onnx", "models/model.gguf"):
         Path(name).write_bytes(b"GGUF")
     for path in ("model.gguf", "arrays.npz", "model.onnx", "models"):
-        outcome = transaxle("ls", path)
-        assert outcome.code == REFUSED
-        assert "are not read" in outcome.err
-        assert "Give the checkpoint from which this file was made, or save its tensors as safetensors." in outcome.err
+        outcome = transaxle("ls", path).expect(
+            REFUSED,
+            err=(
+                "are not read",
+                "Give the checkpoint from which this file was made, or save its tensors as safetensors.",
+            ),
+        )
         assert "--format" not in outcome.err
     assert f"Give the folder: {ck}\n" in transaxle("ls", ck / "config.json").err
     assert "--format safetensors" in transaxle("ls", __file__).err
@@ -228,12 +224,13 @@ def test_hints_for_files_of_other_formats(ck: Path, transaxle: Transaxle) -> Non
 
 
 def test_hints_mention_axis_and_config_first(ck: Path, transaxle: Transaxle) -> None:
-    outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--axis", "g=3")
-    assert outcome.code == REFUSED
-    assert "Correct --axis (axes=) and --config (config=), if you gave them." in outcome.out
+    transaxle("plan", ck, "out", "--to", "torchtitan", "--axis", "g=3").expect(
+        REFUSED, out="Correct --axis (axes=) and --config (config=), if you gave them."
+    )
     Path("empty").mkdir()
-    outcome = transaxle("plan", ck, "out", "--to", "torchtitan", "--config", "empty")
-    assert (outcome.code, "empty/config.json\n      no such file" in outcome.err) == (MACHINE, True)
+    transaxle("plan", ck, "out", "--to", "torchtitan", "--config", "empty").expect(
+        MACHINE, err="empty/config.json\n      no such file"
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,8 +273,7 @@ def test_hints_of_refusals_work(name: str, here: Path, transaxle: Transaxle) -> 
     ],
 )
 def test_a_file_name_of_another_format(target: str, to: str, way: str, ck: Path, transaxle: Transaxle) -> None:
-    outcome = transaxle("convert", ck, target, "--to", to)
-    assert (outcome.code, way in outcome.err) == (REFUSED, True)
+    transaxle("convert", ck, target, "--to", to).expect(REFUSED, err=way)
     assert transaxle("convert", ck, target, "--to", re.findall(r"--to (\w+)", way)[0]).code == 0
 
 
@@ -314,9 +310,7 @@ def test_a_path_that_may_be_a_url(path: str, meant: str, here: Path, transaxle: 
     ],
 )
 def test_usage_errors(options: list[str], said: str, ck: Path, transaxle: Transaxle) -> None:
-    outcome = transaxle("convert", ck, "out", *options)
-    assert outcome.code == USAGE
-    assert said in outcome.err
+    outcome = transaxle("convert", ck, "out", *options).expect(USAGE, err=said)
     assert len(outcome.err.splitlines()) <= 5
     found = transaxle("convert", ck, "out", *options, "--json")
     assert found.json["error"]["exit_code"] == USAGE
@@ -326,9 +320,7 @@ def test_usage_errors(options: list[str], said: str, ck: Path, transaxle: Transa
 def test_two_checkpoints_in_one_folder(ck: Path, transaxle: Transaxle) -> None:
     (ck / WHOLE).rename(ck / "a.safetensors")
     (ck / "b.safetensors").write_bytes((ck / "a.safetensors").read_bytes())
-    outcome = transaxle("ls", ck)
-    assert outcome.code == USAGE
-    assert "a.safetensors, b.safetensors" in outcome.err
+    outcome = transaxle("ls", ck).expect(USAGE, err="a.safetensors, b.safetensors")
     assert f"Give one of these checkpoints: {ck}/a.safetensors\n" in outcome.err
     assert "--format" not in outcome.err
     assert transaxle("ls", ck / "a.safetensors").code == 0
@@ -365,15 +357,11 @@ def test_config_files_that_cannot_be_read(ck: Path, transaxle: Transaxle) -> Non
     assert transaxle("ls", ck).code == REFUSED
 
 
-def test_a_tilde_that_no_shell_expanded(
-    here: Path, ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_no_shell_expanded(here: Path, ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
     hint = f"Only shells expand ~, and only outside quotes: write {here}/"
     for arguments in (("ls", "~/ck"), ("convert", ck, "~/out", "--to", "torchtitan")):
-        outcome = transaxle(*arguments)
-        assert outcome.code == MACHINE
-        assert hint in outcome.err
+        transaxle(*arguments).expect(MACHINE, err=hint)
     (here / "~").mkdir()
     assert transaxle("convert", ck, "~/out", "--to", "torchtitan").code == 0  # it is a name like others
     assert transaxle("ls", "~/out").code == 0
@@ -381,9 +369,7 @@ def test_a_tilde_that_no_shell_expanded(
 
 def test_an_empty_path_is_none(here: Path, ck: Path, transaxle: Transaxle) -> None:
     for arguments in (("ls", ""), ("convert", "", "out", "--to", "hf"), ("convert", ck, "", "--to", "hf")):
-        outcome = transaxle(*arguments)
-        assert outcome.code == MACHINE
-        assert "'' is not a path" in outcome.err
+        transaxle(*arguments).expect(MACHINE, err="'' is not a path")
 
 
 def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxle: Transaxle) -> None:
@@ -396,8 +382,7 @@ def test_paths_that_cannot_be_examined_are_errors_like_others(ck: Path, transaxl
         ("diff", f"{long}/a", ck),
         ("derive", f"{long}/config.json"),
     ):
-        outcome = transaxle(*said)
-        assert (outcome.code, "IO  xxx" in outcome.err) == (MACHINE, True)
+        transaxle(*said).expect(MACHINE, err="IO  xxx")
 
 
 def test_a_link_to_itself_is_an_io_error(here: Path, transaxle: Transaxle) -> None:
@@ -431,9 +416,7 @@ def test_paths_that_are_not_utf8(tmp_path: Path, transaxle: Transaxle) -> None:
 
 
 @pytest.mark.parametrize("rank", ["../../x", "", "-1", "1.5", "1" * 30, os.fsdecode(b"\xff"), "²"])
-def test_invalid_rank_numbers_in_the_environment(
-    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle
-) -> None:
+def test_invalid_rank_numbers(rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transaxle: Transaxle) -> None:
     """They come from environment variables and are used in paths."""
     source = tiny(tmp_path / "deep" / "er" / "ck")
     monkeypatch.setenv("RANK", rank)
@@ -463,8 +446,7 @@ def test_too_many_files(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert said is not None
     monkeypatch.setattr("transaxle.formats.shards.MAX_FILES", 1000)
     assert not (tmp_path / "out").exists()
-    outcome = transaxle("convert", source, tmp_path / "out", "--to", f"{to}:megatron", "--shard-size", said[1])
-    assert outcome.code == 0
+    transaxle("convert", source, tmp_path / "out", "--to", f"{to}:megatron", "--shard-size", said[1]).expect(0)
 
 
 # Secrets in URLs are in no message, no bug report and no file that others can read.

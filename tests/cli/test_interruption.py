@@ -90,9 +90,7 @@ def test_killed_and_continued_gives_the_same_bytes(ck: Path, transaxle: Transaxl
         (signal.SIGHUP, HUNG_UP, "stopped by SIGHUP"),
     ],
 )
-def test_a_signal_leaves_nothing_or_what_resume_needs(
-    number: signal.Signals, code: int, said: str, resume: bool, ck: Path
-) -> None:
+def test_signals_leave_what_resume_needs(number: signal.Signals, code: int, said: str, resume: bool, ck: Path) -> None:
     with _running(*CONVERT, *["--resume"] * resume) as running:
         running.send_signal(number)
         if number != signal.SIGINT:

@@ -102,9 +102,7 @@ def test_the_help_mentions_only_options_of_the_command() -> None:
     ],
 )
 def test_a_typing_mistake_gets_a_suggestion(arguments: list[str], said: str, transaxle: Transaxle) -> None:
-    outcome = transaxle(*arguments)
-    assert outcome.code == USAGE
-    assert said in outcome.err
+    outcome = transaxle(*arguments).expect(USAGE, err=said)
     assert outcome.out == ""
     assert "message" in transaxle(*arguments, "--json").json["error"]
 
@@ -129,9 +127,7 @@ def test_completion(typed: str, offered: set[str]) -> None:
 
 
 def test_the_demo_says_that_it_needs_torch(here: Path) -> None:
-    refused = process("demo", before=BLOCKED)
-    assert refused.code == 3
-    assert "pip install 'torch>=2.11' transformers==" in refused.err
+    process("demo", before=BLOCKED).expect(3, err="pip install 'torch>=2.11' transformers==")
     assert process("demo", "--json", before=BLOCKED).codes == ["UNSUPPORTED"]
 
 
@@ -272,8 +268,7 @@ def test_a_bug_without_a_place_for_the_report(
 ) -> None:
     _break(monkeypatch, ZeroDivisionError("division by zero"))
     monkeypatch.setattr("tempfile.tempdir", "/nonexistent/folder")
-    outcome = transaxle("ls", ck)
-    assert (outcome.code, "TRANSAXLE_DEBUG=1" in outcome.err) == (BUG, True)
+    transaxle("ls", ck).expect(BUG, err="TRANSAXLE_DEBUG=1")
     monkeypatch.setenv("TRANSAXLE_DEBUG", "1")
     assert main(["ls", str(ck)]) == BUG
     assert "Traceback" in capsys.readouterr().err
@@ -281,8 +276,7 @@ def test_a_bug_without_a_place_for_the_report(
 
 def test_running_out_of_memory_is_reported(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     _break(monkeypatch, MemoryError())
-    outcome = transaxle("ls", ck)
-    assert (outcome.code, "--memory" in outcome.err) == (MACHINE, True)
+    transaxle("ls", ck).expect(MACHINE, err="--memory")
 
 
 # The demo: a model saved and loaded by transformers, with every bit unchanged.
@@ -311,9 +305,7 @@ def test_the_demo_keeps_its_files_if_told_so(here: Path) -> None:
     assert len({number["value"] for number in facts["number"]}) == 1
     assert [step["dialect"] for step in facts["steps"]] == ["hf", "torchtitan@0.3", "automodel", "hf"]
     assert same(Path("tour/hub"), Path("tour/back"))
-    again = process("demo", "--keep", "tour/")
-    assert again.code == USAGE
-    assert "EXISTS" in again.err
+    process("demo", "--keep", "tour/").expect(USAGE, err="EXISTS")
 
 
 @pytest.mark.oracle
@@ -321,15 +313,13 @@ def test_a_disk_without_room_for_the_model(here: Path) -> None:
     """Simulated by a limit on the size of files."""
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
-    outcome = process("demo", before=limit)
-    assert (outcome.code, "the model cannot be saved" in outcome.err) == (4, True), outcome.err
+    process("demo", before=limit).expect(4, err="the model cannot be saved")
     assert list(here.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made(here: Path) -> None:
     Path("file").write_text("")
-    outcome = process("demo", "--keep", "file/tour")
-    assert (outcome.code, "making the folder" in outcome.err) == (4, True)
+    process("demo", "--keep", "file/tour").expect(4, err="making the folder")
     assert [each.name for each in here.iterdir()] == ["file"]
 
 
@@ -360,8 +350,7 @@ def source(tmp_path: Path) -> tuple[Path, int]:
 
 def test_stages_and_bytes_are_those_of_the_conversion(source: tuple[Path, int], tmp_path: Path) -> None:
     folder, size = source
-    done = process("convert", folder, tmp_path / "out", "--to", "torch_dist", "--profile", tmp_path / "trace.json")
-    assert done.code == 0, done.err
+    process("convert", folder, tmp_path / "out", "--to", "torch_dist", "--profile", tmp_path / "trace.json").expect(0)
     found = spans(tmp_path / "trace.json")
     stages = [event["name"] for event in found if event["name"] not in {"read", "write", "hash"}]
     order = ["import", "open", "plan", "lay out files", "create files", "move", "write index and manifest", "commit"]
@@ -382,16 +371,15 @@ def test_stages_and_bytes_are_those_of_the_conversion(source: tuple[Path, int], 
 def test_a_failing_command_writes_its_trace(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
     (file,) = source[0].glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
-    outcome = transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t")
-    assert outcome.code == REFUSED
+    transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t").expect(REFUSED)
     assert "open" in {event["name"] for event in spans(tmp_path / "t")}
 
 
 def test_an_existing_file_is_not_replaced(source: tuple[Path, int], tmp_path: Path, transaxle: Transaxle) -> None:
     (tmp_path / "t").write_text("mine")
-    outcome = transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t")
-    assert outcome.code == USAGE
-    assert "already exists" in outcome.err
+    transaxle("convert", source[0], tmp_path / "out", "--to", "hf", "--profile", tmp_path / "t").expect(
+        USAGE, err="already exists"
+    )
     assert (tmp_path / "t").read_text() == "mine"
     assert not (tmp_path / "out").exists()
 
@@ -478,9 +466,7 @@ def test_a_misspelt_name_gets_the_nearest(typed: tuple[str, ...], nearest: str, 
     ],
     ids=" ".join,
 )
-def test_formats_of_other_programs_get_a_hint(
-    typed: tuple[str, ...], said: str, ck: Path, transaxle: Transaxle
-) -> None:
+def test_formats_of_others_get_a_hint(typed: tuple[str, ...], said: str, ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("convert", ck, *typed)
     assert (outcome.code, outcome.out, said in outcome.err) == (USAGE, "", True)
 
@@ -498,8 +484,7 @@ def test_megatrons_names_in_safetensors_come_with_what_megatron_loads(ck: Path, 
 
 
 def test_an_unknown_format_gets_the_list(ck: Path, transaxle: Transaxle) -> None:
-    outcome = transaxle("convert", ck, "out", "--to", "gguf:hf")
-    assert (outcome.code, "there are: safetensors, torch, dcp" in outcome.err) == (USAGE, True)
+    outcome = transaxle("convert", ck, "out", "--to", "gguf:hf").expect(USAGE, err="there are: safetensors, torch, dcp")
     assert "Did you mean" not in outcome.err
 
 
@@ -509,8 +494,9 @@ def test_formats_that_are_not_supported_get_a_hint(typed: str, known: bool, ck: 
     if not known:
         (ck / "config.json").unlink()
         _renamed(ck)
-    outcome = transaxle("plan", ck, "out", "--to", typed)
-    assert (outcome.code, "Write a folder in the layout of a hub, --to hf" in outcome.err) == (USAGE, True)
+    outcome = transaxle("plan", ck, "out", "--to", typed).expect(
+        USAGE, err="Write a folder in the layout of a hub, --to hf"
+    )
     program = {"onnx": "Optimum", "mlx": "mlx_lm.convert"}.get(typed, "llama.cpp's convert_hf_to_gguf.py")
     assert program in outcome.err
 
@@ -518,8 +504,7 @@ def test_formats_that_are_not_supported_get_a_hint(typed: str, known: bool, ck: 
 def test_an_unknown_dialect(ck: Path, transaxle: Transaxle) -> None:
     _of_type(ck, "frobnitz")
     _renamed(ck)
-    outcome = transaxle("plan", ck, "out", "--to", "dcp:hf", "--from", "megatrn")
-    assert (outcome.code, "Did you mean megatron?" in outcome.err) == (USAGE, True)
+    transaxle("plan", ck, "out", "--to", "dcp:hf", "--from", "megatrn").expect(USAGE, err="Did you mean megatron?")
 
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["names like those of a table", "names of its own"])

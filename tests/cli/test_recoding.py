@@ -44,33 +44,25 @@ def test_decode(fp8: Path, transaxle: Transaxle) -> None:
     assert done["verification"]["ok"]
     assert {one["name"] for one in done["recoded"]} >= {DOWN}
     assert all(one["rms"] > 0 and one["max_abs"] >= one["rms"] and not one["exact"] for one in done["recoded"])
-    text = transaxle(
+    transaxle(
         "convert", fp8, "two", "--to", "torchtitan", "--decode", "fp32", "--only", "*.down_proj.*", "--verify"
-    )
-    assert text.code == 0
-    assert "1 tensor decoded, float8_block (deepseek) -> F32; " in text.out
-    assert "equal: " in text.out
+    ).expect(0, out=("1 tensor decoded, float8_block (deepseek) -> F32; ", "equal: "))
 
 
 @pytest.mark.parametrize("encoding", ["float8_block", "mxfp8", "nvfp4"])
 def test_encode(bf16: Path, transaxle: Transaxle, encoding: str) -> None:
     shown = transaxle("plan", bf16, "out", "--to", "hf", "--encode", encoding)
     assert f"{LINEAR} tensors will be encoded, BF16 -> {encoding}" in shown.out
-    done = transaxle("convert", bf16, "out", "--to", "hf", "--encode", encoding, "--verify")
-    assert done.code == 0
-    assert f"{LINEAR} tensors encoded, BF16 -> {encoding}" in done.out
-    assert "max |Δ|" in done.out
-    assert "equal: " in done.out
+    transaxle("convert", bf16, "out", "--to", "hf", "--encode", encoding, "--verify").expect(
+        0, out=(f"{LINEAR} tensors encoded, BF16 -> {encoding}", "max |Δ|", "equal: ")
+    )
     info = transaxle("info", "out")
     assert f"{LINEAR} tensors in {encoding}" in info.out
     assert transaxle("info", "out", "--json").json["encodings"][0]["tensors"] == LINEAR
-    raw = transaxle("diff", bf16, "out")
-    assert raw.code == DIFFERENT
-    assert "--numeric compares the values" in raw.out
-    numeric = transaxle("diff", bf16, "out", "--numeric")
-    assert numeric.code == DIFFERENT
-    assert "relative" in numeric.out
-    assert f"{LINEAR} tensors compared by value, stored as BF16 and {encoding}" in numeric.out
+    transaxle("diff", bf16, "out").expect(DIFFERENT, out="--numeric compares the values")
+    transaxle("diff", bf16, "out", "--numeric").expect(
+        DIFFERENT, out=("relative", f"{LINEAR} tensors compared by value, stored as BF16 and {encoding}")
+    )
 
 
 def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transaxle: Transaxle) -> None:
@@ -98,9 +90,7 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
     ],
 )
 def test_usage(fp8: Path, transaxle: Transaxle, options: list[str], said: str) -> None:
-    done = transaxle("convert", fp8, "out", "--to", "hf", *options)
-    assert done.code == USAGE
-    assert said in done.err
+    transaxle("convert", fp8, "out", "--to", "hf", *options).expect(USAGE, err=said)
     assert not Path("out").exists()
 
 
@@ -119,10 +109,9 @@ def test_a_cast_lists_its_errors_and_is_verified(here: Path, transaxle: Transaxl
     checkpoints.write(Path("source"), held, config={**checkpoints.CONFIG, "dtype": "float32"})
     planned = transaxle("plan", "source", "out", "--to", "automodel", "--dtype", "bf16")
     assert "will be cast, F32 -> BF16" in planned.out
-    outcome = transaxle("convert", "source", "out", "--to", "automodel", "--dtype", "bf16", "--verify")
-    assert outcome.code == 0
-    assert "cast, F32 -> BF16" in outcome.out
-    assert "RMS" in outcome.out
+    transaxle("convert", "source", "out", "--to", "automodel", "--dtype", "bf16", "--verify").expect(
+        0, out=("cast, F32 -> BF16", "RMS")
+    )
     assert transaxle("verify", "out").code == 0
 
 
@@ -140,9 +129,9 @@ def test_a_merged_weight_is_listed_and_verified(here: Path, transaxle: Transaxle
     adapter(Path("adapter"), *checkpoints.tensors()[f"{TARGET}.weight"].shape)
     planned = transaxle("plan", "source", "out", "--to", "automodel", "--merge", "adapter")
     assert "1 tensor will be merged, with the adapter" in planned.out
-    outcome = transaxle("convert", "source", "out", "--to", "automodel", "--merge", "adapter", "--verify")
-    assert outcome.code == 0
-    assert "1 tensor merged, with the adapter" in outcome.out
+    transaxle("convert", "source", "out", "--to", "automodel", "--merge", "adapter", "--verify").expect(
+        0, out="1 tensor merged, with the adapter"
+    )
     assert transaxle("verify", "out").code == 0
     compared = transaxle("diff", "source", "out", "--numeric", "--json").json
     assert [each["name"] for each in compared["differences"]] == [f"{TARGET}.weight"]

@@ -27,14 +27,8 @@ _READING = (
 )  # fmt: skip
 """Modules that listing needs no more: of writing, of arithmetic, of workers."""
 _LISTING = (
-    "numpy",
-    "msgspec",
-    "xxhash",
-    "transaxle.engine",
-    "transaxle.formats",
-    "transaxle.axes",
-    "transaxle.families",
-)
+    "numpy", "msgspec", "xxhash", "transaxle.engine", "transaxle.formats", "transaxle.axes", "transaxle.families",
+)  # fmt: skip
 """Modules that help needs no more."""
 _OF_PLANS = ("transaxle.engine.plan.conversion", "transaxle.engine.execute", "transaxle.engine.compare", "numpy.ma")
 """Modules that only plans, conversions and comparisons need, and numpy's masked arrays, which nothing does."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from tests import checkpoints
 from transaxle.axes.geometry import Loop
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import settings
@@ -67,26 +68,9 @@ def config(layers: int, experts: int) -> dict[str, Any]:
 
 def model(layers: int, experts: int) -> Checkpoint:
     """A checkpoint in dialect hf: three matrices an expert, each under its own name."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
-    for layer in range(layers):
-        base = f"model.layers.{layer}"
-        shapes |= {f"{base}.{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        shapes |= {f"{base}.self_attn.{norm}.weight": (HEAD,) for norm in ("q_norm", "k_norm")}
-        shapes |= {f"{base}.self_attn.{part}_proj.weight": (GROUPS * HEAD, HIDDEN) for part in "kv"}
-        shapes[f"{base}.self_attn.q_proj.weight"] = (HEADS * HEAD, HIDDEN)
-        shapes[f"{base}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD)
-        shapes[f"{base}.mlp.gate.weight"] = (experts, HIDDEN)
-        for expert in range(experts):
-            stem = f"{base}.mlp.experts.{expert}"
-            shapes |= {f"{stem}.{part}_proj.weight": (EXPERT, HIDDEN) for part in ("gate", "up")}
-            shapes[f"{stem}.down_proj.weight"] = (HIDDEN, EXPERT)
     entries: dict[str, Entry] = {}
     end = 0
-    for name, shape in shapes.items():
+    for name, shape in checkpoints.shapes(config(layers, experts)).items():
         entries[name] = Entry(name, "BF16", shape, (Extent((0,) * len(shape), shape, FILE, end),))
         end += 2 * prod(shape)
     container = Container("safetensors", FILE, Nothing(), entries, {FILE: end})

@@ -57,29 +57,20 @@ def _batches(items: list[Item]) -> list[list[ItemRange]]:
     return list(batches(items, dict.fromkeys(RANKS, 0), _owner))
 
 
-def test_every_byte_is_in_one_run() -> None:
+def test_every_byte_is_in_one_run_and_batches_keep_to_their_bounds() -> None:
     @given(SIZES)
     def holds(sizes: list[int]) -> None:
         items = _items(sizes)
         positions = {item.key: 0 for item in items}
-        for run in (run for batch in _batches(items) for run in batch):
-            assert run.start == positions[run.item.key] < run.stop
-            positions[run.item.key] = run.stop
-            assert run.target_ranks == run.item.target_ranks or (
-                not run.item.target_ranks and len(run.target_ranks) == 1
-            )
-            assert set(run.source_ranks) <= set(run.item.source_ranks or RANKS)
-        assert positions == {item.key: item.size for item in items}
-
-    holds()
-
-
-def test_batches_keep_to_their_bounds() -> None:
-    @given(SIZES)
-    def holds(sizes: list[int]) -> None:
-        for batch in _batches(_items(sizes)):
+        for batch in _batches(items):
             opened, sent, received = Counter[int](), Counter[int](), Counter[int]()
             for run in batch:
+                assert run.start == positions[run.item.key] < run.stop
+                positions[run.item.key] = run.stop
+                assert run.target_ranks == run.item.target_ranks or (
+                    not run.item.target_ranks and len(run.target_ranks) == 1
+                )
+                assert set(run.source_ranks) <= set(run.item.source_ranks or RANKS)
                 opened.update(dict.fromkeys(run.target_ranks, run.size))
                 for maker in run.source_ranks:
                     others = [rank for rank in run.target_ranks if rank != maker]
@@ -87,6 +78,7 @@ def test_batches_keep_to_their_bounds() -> None:
                     received.update(dict.fromkeys(others, run.sent_bytes(maker)))
             assert len(batch) == 1 or max(opened.values()) <= 2048
             assert len(batch) == 1 or max([*sent.values(), *received.values(), 0]) <= 1024
+        assert positions == {item.key: item.size for item in items}
 
     holds()
 

@@ -214,9 +214,7 @@ def test_checksums_are_taken_on_the_way(way: str, tmp_path: Path, flipped: bool)
 
 
 @pytest.mark.parametrize("flipped", [None, 0, 300_000, 700_000])
-def test_long_ranges_are_summed_piece_by_piece_while_they_are_read(
-    way: str, tmp_path: Path, flipped: int | None
-) -> None:
+def test_long_ranges_are_summed_while_they_are_read(way: str, tmp_path: Path, flipped: int | None) -> None:
     """With plain bytes before and behind them, and with bytes before them that were summed already."""
     assert way in WAYS
     data = np.random.default_rng(7).integers(0, 256, 700_100, np.uint8)
@@ -270,9 +268,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_ends_between_steps_leaves_no_file_open(
-    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruptions_close_all_files(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unfinished file that stays open keeps its room on the disk, although it is deleted."""
     write(tmp_path / "a", {f"w{number}": np.zeros(100_000, np.float32) for number in range(9)})
     calls = iter(range(100))

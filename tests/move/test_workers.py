@@ -99,34 +99,32 @@ def transposed(rows: int, columns: int, target: int, into: int) -> Transfer:
     return Transfer("f", 0, target, 2, ((columns, 2, into), (rows, 2 * columns, 2)))
 
 
-def test_a_matrix_that_fits_is_not_cut() -> None:
-    size = 852_000
-    assert block_ends(matrices([size] * 4), 4 * size, 8 * MB) == [size, 2 * size, 3 * size, 4 * size]
-    small = 300_000
-    assert block_ends(matrices([small] * 7), 7 * small, 8 * MB) == [3 * small, 6 * small, 7 * small]
+ROWS, COLUMNS = 416, 1024
+TURNED = 4 * ROWS * COLUMNS
+PAIRS = [transposed(ROWS, COLUMNS, at + half, 4 * ROWS) for at in (0, TURNED) for half in (0, 2 * ROWS)]
+"""Transposed matrices in pairs: the rows of both lie between one another."""
+WIDTH = 512
+SHARES, APART = (
+    [Transfer("f", 0, rank * WIDTH, WIDTH, ((4096, step, 4 * WIDTH),)) for rank in range(4)]
+    for step in (WIDTH, 4 * WIDTH)
+)
+"""What four ranks hold of a matrix that is cut along its columns: runs that follow one another in the file or not."""
 
 
-def test_a_long_one_is_cut_from_its_begin() -> None:
-    sizes = [100_000, 3 * MB, 100_000]
-    ends = [100_000, 100_000 + MB, 100_000 + 2 * MB, 100_000 + 3 * MB, 200_000 + 3 * MB]
-    assert block_ends(matrices(sizes), sum(sizes), 8 * MB) == ends
-
-
-def test_what_lies_in_turns_is_one_block() -> None:
-    rows, columns = 416, 1024  # the rows of both, turned, lie between one another
-    size = 4 * rows * columns
-    pairs = [transposed(rows, columns, at + half, 4 * rows) for at in (0, size) for half in (0, 2 * rows)]
-    assert block_ends(pairs, 2 * size, 4 * MB) == [size, 2 * size]
-    assert block_ends(pairs, 2 * size, MB) == [MB, size, size + MB, 2 * size]
-
-
-def test_short_runs_that_follow_one_another_in_the_file_need_no_large_block() -> None:
-    rows, width = 4096, 512  # what four ranks hold of a matrix that is cut along its columns
-    shares = [Transfer("f", 0, rank * width, width, ((rows, width, 4 * width),)) for rank in range(4)]
-    size = rows * 4 * width
-    assert block_ends(shares, size, 4 * MB) == list(range(MB, size + 1, MB))
-    apart = [Transfer("f", 0, rank * width, width, ((rows, 4 * width, 4 * width),)) for rank in range(4)]
-    assert block_ends(apart, size, 4 * MB) == [4 * MB, size]
+@pytest.mark.parametrize(
+    ("transfers", "buffer", "ends"),
+    [
+        (matrices([852_000] * 4), 8 * MB, [852_000 * n for n in (1, 2, 3, 4)]),  # what fits is not cut
+        (matrices([300_000] * 7), 8 * MB, [900_000, 1_800_000, 2_100_000]),
+        (matrices([9, 3 * MB, 7]), 8 * MB, [9, 9 + MB, 9 + 2 * MB, 9 + 3 * MB, 16 + 3 * MB]),  # from its begin
+        (PAIRS, 4 * MB, [TURNED, 2 * TURNED]),
+        (PAIRS, MB, [MB, TURNED, TURNED + MB, 2 * TURNED]),
+        (SHARES, 4 * MB, list(range(MB, 8 * MB + 1, MB))),
+        (APART, 4 * MB, [4 * MB, 8 * MB]),
+    ],
+)
+def test_where_blocks_end(transfers: list[Transfer], buffer: int, ends: list[int]) -> None:
+    assert block_ends(transfers, ends[-1], buffer) == ends
 
 
 @given(st.lists(st.integers(1, 5 * MB), max_size=12), st.integers(0, 3 * MB), st.sampled_from([1 << 16, MB, 4 * MB]))

@@ -71,12 +71,9 @@ def test_a_correct_table(here: Path, transaxle: Transaxle) -> None:
 def test_with_a_checkpoint(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(SOUND)
     _toy(here / "ck", "extra.0.x", "extra.1.x")
-    outcome = transaxle("check-rules", "toy.rules", "ck")
-    assert outcome.code == 0
-    assert "read as toy, dialect hf" in outcome.out
-    assert "reads 7 of 9 names" in outcome.out
-    assert "extra.[0-1].x  x2" in outcome.out
-    assert "to joined: 6 tensors" in outcome.out
+    transaxle("check-rules", "toy.rules", "ck").expect(
+        0, out=("read as toy, dialect hf", "reads 7 of 9 names", "extra.[0-1].x  x2", "to joined: 6 tensors")
+    )
     (found,) = transaxle("check-rules", "toy.rules", "ck", "--json").json["reads"]
     assert (found["names_read"], found["unknown"]) == ({"hf": 7, "joined": 0}, ["extra.0.x", "extra.1.x"])
     assert found["writes"] == {"joined": {"tensors": 6, "refusals": []}}
@@ -94,10 +91,9 @@ def test_a_table_that_reads_nothing_of_a_checkpoint(here: Path, transaxle: Trans
     assert "Closest to model.embed_tokens.weight: model.embedding.weight = embed[v d]" in said
     assert "--derive" not in said
     Path("both.rules").write_text(strange + "\n" + SOUND)
-    outcome = transaxle("check-rules", "both.rules", "ck")
-    assert outcome.code == 0
-    assert "ck: no dialect of strange reads any of its names" in outcome.out
-    assert "ck: read as toy, dialect hf" in outcome.out
+    transaxle("check-rules", "both.rules", "ck").expect(
+        0, out=("ck: no dialect of strange reads any of its names", "ck: read as toy, dialect hf")
+    )
     found = transaxle("check-rules", "both.rules", "ck", "--json").json["reads"]
     assert [(read["family"], read["dialect"]) for read in found] == [("strange", None), ("toy", "hf")]
     assert found[0].keys() == found[1].keys()
@@ -106,8 +102,7 @@ def test_a_table_that_reads_nothing_of_a_checkpoint(here: Path, transaxle: Trans
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "block half\n  axes l=layers\n"])
 def test_a_file_that_declares_nothing(text: str, here: Path, transaxle: Transaxle) -> None:
     Path("empty.rules").write_text(text)
-    outcome = transaxle("check-rules", "empty.rules")
-    assert (outcome.code, "it declares no family and no dialect" in outcome.out) == (0, True)
+    transaxle("check-rules", "empty.rules").expect(0, out="it declares no family and no dialect")
 
 
 def test_shapes_that_are_not_those_of_their_lines(here: Path, transaxle: Transaxle) -> None:
@@ -115,19 +110,22 @@ def test_shapes_that_are_not_those_of_their_lines(here: Path, transaxle: Transax
     own_only = SOUND.partition("\ndialect joined")[0].replace("up[f d]", "up[d f]")
     Path("toy.rules").write_text(own_only)
     _toy(here / "ck", **SIZES)
-    outcome = transaxle("check-rules", "toy.rules", "ck")
-    assert outcome.code == REFUSED
-    assert "reads 7 of 7 names" in outcome.out
-    assert "3 tensors without the shape that the table says" in outcome.out
-    assert "model.layers.0.up_proj.weight: up[d f]: expected [4, 5] (d=4, f=5), got [5, 4]" in outcome.out
+    transaxle("check-rules", "toy.rules", "ck").expect(
+        REFUSED,
+        out=(
+            "reads 7 of 7 names",
+            "3 tensors without the shape that the table says",
+            "model.layers.0.up_proj.weight: up[d f]: expected [4, 5] (d=4, f=5), got [5, 4]",
+        ),
+    )
     (read,) = transaxle("check-rules", "toy.rules", "ck", "--json").json["reads"]
     assert [refusal["tensor"] for refusal in read["misshapen"]] == [
         f"model.layers.{layer}.up_proj.weight" for layer in range(3)
     ]
     Path("toy.rules").write_text(SOUND.replace("up[f d]", "up[d f]"))
-    outcome = transaxle("check-rules", "toy.rules", "ck")
-    assert outcome.code == REFUSED
-    assert "to joined: 3 refusals; the first is SHAPE_MISMATCH model.layers.0.up_proj.weight: up[d f]" in outcome.out
+    transaxle("check-rules", "toy.rules", "ck").expect(
+        REFUSED, out="to joined: 3 refusals; the first is SHAPE_MISMATCH model.layers.0.up_proj.weight: up[d f]"
+    )
     Path("toy.rules").write_text(SOUND)
     outcome = transaxle("check-rules", "toy.rules", "ck")
     assert (outcome.code, "without the shape" in outcome.out) == (0, False)
@@ -136,9 +134,9 @@ def test_shapes_that_are_not_those_of_their_lines(here: Path, transaxle: Transax
 def test_config_keys_that_do_not_exist(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(SOUND.replace("d=hidden_size", "d=hidden"))
     _toy(here / "ck", **SIZES)
-    outcome = transaxle("check-rules", "toy.rules", "ck")
-    assert outcome.code == 0
-    assert "config.json has no 'hidden' (axis d); its size comes from the tensors" in outcome.out
+    outcome = transaxle("check-rules", "toy.rules", "ck").expect(
+        0, out="config.json has no 'hidden' (axis d); its size comes from the tensors"
+    )
     assert outcome.out.count("config.json has no") == 1
     (read,) = transaxle("check-rules", "toy.rules", "ck", "--json").json["reads"]
     assert read["absent_keys"] == [{"axis": "d", "keys": ["hidden"], "size_from": "the tensors"}]
@@ -240,11 +238,14 @@ def test_axes_without_a_size_are_reported(here: Path, transaxle: Transaxle) -> N
 
 def test_overlapping_lines_are_refused_with_both_of_them(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(SOUND + "  blocks.2.gate_up                  = embed[v d]\n")
-    outcome = transaxle("check-rules", "toy.rules")
-    assert outcome.code == REFUSED
-    assert "blocks.{l}.gate_up = [d [gate:f | up:f]]" in outcome.err
-    assert "blocks.2.gate_up = embed[v d]" in outcome.err
-    assert "both lines match 'blocks.2.gate_up'" in outcome.err
+    transaxle("check-rules", "toy.rules").expect(
+        REFUSED,
+        err=(
+            "blocks.{l}.gate_up = [d [gate:f | up:f]]",
+            "blocks.2.gate_up = embed[v d]",
+            "both lines match 'blocks.2.gate_up'",
+        ),
+    )
 
 
 def test_info_prints_the_whole_table_of_a_family(transaxle: Transaxle, tmp_path: Path) -> None:

@@ -53,15 +53,15 @@ def locked(folder: Path) -> Iterator[None]:
 def test_the_next_run_reports_leftovers(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, transaxle)
     before = {path: path.read_bytes() for path in Path(PARTIAL).rglob("*") if path.is_file()}
-    outcome = transaxle(*CONVERT)
-    assert outcome.code == USAGE
-    assert "beside the target is unfinished work: " in outcome.err
-    assert "--resume" in outcome.err
+    transaxle(*CONVERT).expect(USAGE, err=("beside the target is unfinished work: ", "--resume"))
     assert {path: path.read_bytes() for path in Path(PARTIAL).rglob("*") if path.is_file()} == before
-    outcome = transaxle(*CONVERT, "--overwrite")
-    assert outcome.code == 0
-    assert f"{PARTIAL}, left by a killed run (unfinished work: " in outcome.err
-    assert "tensors are written, --resume continues it), was removed" in outcome.err
+    transaxle(*CONVERT, "--overwrite").expect(
+        0,
+        err=(
+            f"{PARTIAL}, left by a killed run (unfinished work: ",
+            "tensors are written, --resume continues it), was removed",
+        ),
+    )
     shutil.rmtree("out")
     killed(monkeypatch, transaxle)
     assert "left by" not in transaxle(*CONVERT, "--resume").err, "it was continued"
@@ -72,15 +72,11 @@ def test_the_next_run_reports_leftovers(ck: Path, transaxle: Transaxle, monkeypa
 def test_a_refusal_reports_leftovers_too(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, transaxle)
     Path("out").mkdir()
-    outcome = transaxle(*CONVERT)
-    assert outcome.code == USAGE
-    assert f"{PARTIAL} was left by another run: transaxle clean removes it." in outcome.err
+    transaxle(*CONVERT).expect(USAGE, err=f"{PARTIAL} was left by another run: transaxle clean removes it.")
     assert PARTIAL.is_dir()
 
 
-def test_clean_lists_leftovers_asks_and_removes_them(
-    ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clean_lists_asks_and_removes(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, transaxle)
     before = tree(Path())
     outcome = transaxle("clean", "out")
@@ -120,9 +116,7 @@ def test_leftovers_in_use_are_kept(ck: Path, transaxle: Transaxle, monkeypatch: 
     killed(monkeypatch, transaxle)
     before = tree(PARTIAL)
     with locked(PARTIAL):
-        outcome = transaxle("clean", "out", "--yes")
-        assert outcome.code == 1
-        assert "a live process is using it" in outcome.out
+        transaxle("clean", "out", "--yes").expect(1, out="a live process is using it")
     assert tree(PARTIAL) == before
     with Staging("out", resume=True):
         assert [each.outcome for each in tx.clean("out")] == ["kept"]
@@ -154,9 +148,7 @@ def test_folders_that_may_not_be_ours_are_kept(ck: Path, transaxle: Transaxle) -
     (PARTIAL / "thesis.tex").write_text("years of work")
     Path(".mine.transaxle-partial").symlink_to(ck)
     Path(".notes.transaxle-partial").write_text("a file")
-    outcome = transaxle("clean", ".", "--yes")
-    assert outcome.code == 1
-    assert "thesis.tex belong to no checkpoint" in outcome.out
+    transaxle("clean", ".", "--yes").expect(1, out="thesis.tex belong to no checkpoint")
     assert (PARTIAL / "thesis.tex").read_text() == "years of work"
     assert Path(".mine.transaxle-partial").is_symlink()
     assert Path(".notes.transaxle-partial").is_file()

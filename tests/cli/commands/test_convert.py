@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoints import CONFIG, GATE, TENSORS, read, same, tensors, tiny, write
 from tests.cli.running import DIFFERENT, REFUSED, USAGE, Transaxle, flip, only, tree
+from tests.engine import quantized
 from transaxle.engine import execute as execute_module
 from transaxle.engine.carry import Report
 
@@ -62,20 +63,7 @@ def test_moves_are_described_in_words(
 
 
 def test_a_reordered_dim_is_reported(here: Path, transaxle: Transaxle) -> None:
-    config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 6, "hidden_size": 8, "intermediate_size": 5}
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "tie_word_embeddings": False}
-    base = "model.layers.0"
-    shapes = {"model.embed_tokens.weight": (6, 8), "model.norm.weight": (8,), "lm_head.weight": (6, 8)}
-    shapes |= {f"{base}.input_layernorm.weight": (8,), f"{base}.post_attention_layernorm.weight": (8,)}
-    shapes |= {
-        f"{base}.self_attn.{name}_proj.weight": (rows, 8) for name, rows in (("q", 8), ("k", 4), ("v", 4), ("o", 8))
-    }
-    shapes |= {
-        f"{base}.mlp.gate_proj.weight": (5, 8),
-        f"{base}.mlp.up_proj.weight": (5, 8),
-        f"{base}.mlp.down_proj.weight": (8, 5),
-    }
-    write(here / "llama", {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, config=config)
+    quantized.store(here / "llama", quantized.plain_llama(d=8, f=5, g=1, r=2, head=4))
     assert "order t h -> h t" in transaxle("plan", "llama", "out", "--to", "torchtitan").out
 
 
@@ -168,10 +156,9 @@ def test_overwrite_takes_a_checkpoint_only(ck: Path, transaxle: Transaxle) -> No
         Path("out", name).write_text("mine")
     before = tree(Path("out"))
     for target in ("hf", "dcp:hf", "torch:hf"):
-        outcome = transaxle("convert", "--overwrite", ck, "out", "--to", target)
-        assert outcome.code == USAGE
-        assert ".git/, adapters/, notes.md belong to no checkpoint" in outcome.err
-        assert "--overwrite=everything" in outcome.err
+        transaxle("convert", "--overwrite", ck, "out", "--to", target).expect(
+            USAGE, err=(".git/, adapters/, notes.md belong to no checkpoint", "--overwrite=everything")
+        )
         assert tree(Path("out")) == before
     assert transaxle("convert", ck, "out", "--to", "hf", "--overwrite=all").code == USAGE
     assert transaxle("convert", "--overwrite=everything", ck, "out", "--to", "hf").code == 0
@@ -217,8 +204,7 @@ def test_an_unknown_family_keeps_its_names(here: Path, transaxle: Transaxle) -> 
     held = {f"h.{n}.w": np.full((2, 3), n, np.float32) for n in range(3)}
     write(here / "other", held, config={"model_type": "gpt0"})
     assert transaxle("convert", "other", "no", "--to", "hf", "--json").codes == ["UNKNOWN_FAMILY"]
-    outcome = transaxle("convert", "other", "out", "--to", "safetensors:identity", "--shard-size", "24", "--verify")
-    assert outcome.code == 0
+    transaxle("convert", "other", "out", "--to", "safetensors:identity", "--shard-size", "24", "--verify").expect(0)
     assert same(Path("other"), Path("out"))
     assert "with names and shapes unchanged" in transaxle("plan", "other", "out2", "--to", "safetensors").out
 

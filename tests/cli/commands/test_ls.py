@@ -98,8 +98,7 @@ def test_numbers_in_a_pickle_are_in_its_file(here: Path, transaxle: Transaxle) -
     assert head[-3:] == ["in", "1", "file"]
     assert rows == [["step", "I64", "[]"], ["w", "F32", "[3]"]]
     assert json.loads(transaxle("ls", "state.pt", "--json").out)["files"] == 1
-    page = transaxle("report", "state.pt", "-o", "page.html")
-    assert page.code == 0
+    transaxle("report", "state.pt", "-o", "page.html").expect(0)
     assert "//numbers" not in (here / "page.html").read_text()
 
 
@@ -139,10 +138,7 @@ def test_info_finds_a_prefix(here: Path, transaxle: Transaxle) -> None:
 
 def test_info_explains_why_nothing_was_recognised(here: Path, transaxle: Transaxle) -> None:
     write(here / "other", {"transformer.h.0.w": np.zeros(2, np.float32)}, config={"model_type": "gpt0"})
-    outcome = transaxle("info", "other")
-    assert outcome.code == 0
-    assert "not recognised" in outcome.out
-    assert "gpt0" in outcome.out
+    transaxle("info", "other").expect(0, out=("not recognised", "gpt0"))
 
 
 def test_info_reports_a_manifest_that_no_longer_matches(converted: Callable[[str], Path], transaxle: Transaxle) -> None:

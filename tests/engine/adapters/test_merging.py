@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import transaxle as tx
-from tests.engine.adapters.tiny import ADAPTER, EXPERTS, MOE, SIZES, WEIGHTS
+from tests.engine import demand_refusal
+from tests.engine.adapters.tiny import ADAPTER, EXPERTS, MOE, SIZES, WEIGHTS, Model, train
 from tests.oracles.quiet import quiet
 from transaxle.errors import TransaxleError
 
@@ -32,8 +33,8 @@ with quiet():
         Qwen3MoeForCausalLM,
     )
 
-Made = tuple[Callable[[], Any], dict[str, Any]]
-MODELS: dict[str, Made] = {
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+MODELS: dict[str, Model] = {
     "patterns": (
         lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
         {
@@ -45,13 +46,10 @@ MODELS: dict[str, Made] = {
         lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), {"target_modules": ["k_proj", "o_proj"], "bias": "all"}
     ),
     "transposed": (
-        lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8)),
-        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+        lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
     ),
     "mixed": (
-        lambda: GPT2LMHeadModel(
-            GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=8, tie_word_embeddings=False)
-        ),
+        lambda: GPT2LMHeadModel(GPT2Config(**GPT2, tie_word_embeddings=False)),
         {"target_modules": ["attn.c_proj", "lm_head"]},  # squares [in, out], and one that is [out, in]
     ),
     "fused": (lambda: Phi3ForCausalLM(Phi3Config(**SIZES)), {"target_modules": ["qkv_proj", "gate_up_proj"]}),
@@ -64,21 +62,26 @@ MODELS: dict[str, Made] = {
 }  # fmt: skip
 
 
-def made(folder: Path, kind: str, **options: Any) -> dict[str, torch.Tensor]:
+def made(folder: Path, kind: str | Model, **options: Any) -> dict[str, torch.Tensor]:
     """Write `base` and `adapter`; return what peft makes of them in float32."""
-    build, chosen = MODELS[kind]
+    build, chosen = MODELS[kind] if isinstance(kind, str) else kind
     torch.manual_seed(3)
     with quiet():
         base = build()
         base.save_pretrained(folder / "base")
-        model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 2, "lora_alpha": 6, **chosen, **options}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_()
-        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        how = {"lora_alpha": 6, "save_embedding_layers": False, **chosen, **options}
+        model = train(base, folder, torch.Tensor.normal_, **how)
         model.merge_and_unload().save_pretrained(folder / "wanted")
     return load_file(folder / "wanted" / "model.safetensors")
+
+
+def compare(folder: Path, wanted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Demand that a result is as good as what peft makes; return it."""
+    found = load_file(folder / "out" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=4e-6)
+    return found
 
 
 def edit(folder: Path, **values: Any) -> None:
@@ -105,10 +108,7 @@ def changed(folder: Path, wanted: dict[str, torch.Tensor]) -> set[str]:
 def test_merged_as_peft_merges(tmp_path: Path, kind: str) -> None:
     wanted = made(tmp_path, kind)
     report = tx.convert(tmp_path / "base", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=4e-6)
+    found = compare(tmp_path, wanted)
     merged = {each.what.name for each in report.recoded}
     assert merged == changed(tmp_path, found) == changed(tmp_path, wanted)
     assert {each.what.action for each in report.recoded} == {"merged"}
@@ -192,13 +192,8 @@ def test_squares_of_a_stack_are_refused(tmp_path: Path) -> None:
     """Where only shapes could tell the halves of a stack apart, and they do not, nothing is guessed."""
     made(tmp_path, "stacked", target_parameters=EXPERTS[1:])
     assert tx.convert(tmp_path / "base", tmp_path / "fits", to="hf", merge=tmp_path / "adapter").recoded
-    square = tmp_path / "square"
-    square.mkdir()
-    MODELS["square"] = (lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**MOE, "moe_intermediate_size": 16})), {})
-    try:
-        made(square, "square", target_parameters=EXPERTS[1:])
-    finally:
-        del MODELS["square"]
+    sizes, square = {**MOE, "moe_intermediate_size": 16}, tmp_path / "square"
+    made(square, (lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)), {"target_parameters": EXPERTS[1:]}))
     assert refused(square).code == "AMBIGUOUS"
 
 
@@ -224,29 +219,23 @@ def test_an_adapter_that_changed_is_not_mixed_into_what_is_resumed(tmp_path: Pat
 
     with pytest.raises(KeyboardInterrupt):
         tx.convert(tmp_path / "base", tmp_path / "out", **how, progress=stop)
-    file = tmp_path / "adapter" / ADAPTER
-    text = file.read_text("utf-8")
-    file.write_text(text.replace('"lora_alpha": 6', '"lora_alpha": 7'), "utf-8")
-    with pytest.raises(TransaxleError, match="merges another adapter") as caught:
+    edit(tmp_path, lora_alpha=7)
+    with demand_refusal("EXISTS", "merges another adapter"):
         tx.convert(tmp_path / "base", tmp_path / "out", **how)
-    assert caught.value.code == "EXISTS"
     assert not (tmp_path / "out").exists()
     del how["resume"]
     tx.clean(tmp_path / "out")
-    wanted = tx.convert(tmp_path / "base", tmp_path / "out", **how)
-    assert wanted.resumed == 0
+    assert tx.convert(tmp_path / "base", tmp_path / "out", **how).resumed == 0
 
 
 def test_the_adapter_is_never_the_target(tmp_path: Path) -> None:
     """It is read, and nothing is left of it where a checkpoint replaces its folder."""
     made(tmp_path, "patterns")
     (tmp_path / "link").symlink_to(tmp_path / "adapter")
+    how: dict[str, Any] = {"to": "hf", "merge": tmp_path / "adapter", "overwrite": "everything"}
     for target in ("adapter", "link", "adapter/inside", "."):
-        with pytest.raises(TransaxleError, match="the adapter") as caught:
-            tx.convert(
-                tmp_path / "base", tmp_path / target, to="hf", merge=tmp_path / "adapter", overwrite="everything"
-            )
-        assert caught.value.code == "EXISTS"
+        with demand_refusal("EXISTS", "the adapter"):
+            tx.convert(tmp_path / "base", tmp_path / target, **how)
     assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {ADAPTER, WEIGHTS}
 
 
@@ -257,11 +246,7 @@ def test_the_adapter_is_never_the_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("both", [False, True])
 def test_one_of_two_that_are_tied_is_not_changed_alone(tmp_path: Path, chosen: dict[str, Any], both: bool) -> None:
     """peft trains the embedding and leaves the head; a model that has one tensor for both cannot say so."""
-    MODELS["tied"] = (lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": True})), chosen)
-    try:
-        made(tmp_path, "tied")
-    finally:
-        del MODELS["tied"]
+    made(tmp_path, (_tied, chosen))
     file = tmp_path / "base" / "model.safetensors"
     base = load_file(file)
     if both:
@@ -275,12 +260,7 @@ def test_one_of_two_that_are_tied_is_not_changed_alone(tmp_path: Path, chosen: d
 
 def test_rows_that_pad_a_vocabulary_have_no_change(tmp_path: Path) -> None:
     """What an adapter's file has after a tensor is not the rest of it."""
-    chosen: dict[str, Any] = {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}
-    MODELS["padded"] = (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), chosen)
-    try:
-        made(tmp_path, "padded")
-    finally:
-        del MODELS["padded"]
+    made(tmp_path, (_untied, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}))
     how: dict[str, Any] = {"merge": tmp_path / "adapter"}
     tx.convert(tmp_path / "base", tmp_path / "moved", to="vllm")
     tx.convert(tmp_path / "base", tmp_path / "direct", to="hf", **how)
@@ -303,13 +283,13 @@ def test_what_an_adapter_leaves_keeps_its_bits(tmp_path: Path) -> None:
     """Zeros keep their sign in the rows of a fused weight that are not the adapter's."""
     made(tmp_path, "patterns")
     file = tmp_path / "base" / "model.safetensors"
-    base = load_file(file)
-    base["model.layers.0.self_attn.k_proj.weight"][0] = -0.0
+    base, name = load_file(file), "model.layers.0.self_attn.k_proj.weight"
+    base[name][0] = -0.0
     save_file(base, file)
     tx.convert(tmp_path / "base", tmp_path / "moved", to="megatron")
     tx.convert(tmp_path / "moved", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
-    found = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
-    assert torch.equal(found.view(torch.int32), base["model.layers.0.self_attn.k_proj.weight"].view(torch.int32))
+    found = load_file(tmp_path / "out" / "model.safetensors")[name]
+    assert torch.equal(found.view(torch.int32), base[name].view(torch.int32))
 
 
 def _untied() -> Any:
@@ -320,15 +300,10 @@ def _tied() -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": True}))
 
 
-def saved(folder: Path, build: Callable[[], Any], chosen: dict[str, Any], *, rows: int = 0, dtype: Any = None) -> None:
+def saved(folder: Path, build: Callable[[], Any], chosen: dict[str, Any], *, rows: int = 0) -> None:
     """Write `base` and `adapter` as users of peft do, who do not say that embeddings are left out.
 
-    Args:
-        folder: where.
-        build: makes the base.
-        chosen: options of the adapter.
-        rows: of the vocabulary when the adapter is trained; the base that is written has as many then.
-        dtype: of the base that is written; that of the adapter is float32.
+    With `rows` the vocabulary has as many when the adapter is trained, and so does the base that is written.
     """
     torch.manual_seed(3)
     with quiet():
@@ -337,13 +312,8 @@ def saved(folder: Path, build: Callable[[], Any], chosen: dict[str, Any], *, row
         base = type(base).from_pretrained(folder / "original")  # peft compares the vocabularies of both
         if rows:
             base.resize_token_embeddings(rows)
-        base.to(dtype).save_pretrained(folder / "base")
-        model = peft.get_peft_model(base.float(), peft.LoraConfig(**{"r": 2, "lora_alpha": 6, **chosen}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_()
-        model.save_pretrained(folder / "adapter")
+        base.save_pretrained(folder / "base")
+        train(base.float(), folder, torch.Tensor.normal_, **{"lora_alpha": 6, **chosen})
 
 
 def as_users_merge(folder: Path, base: str = "base") -> dict[str, torch.Tensor]:
@@ -376,10 +346,7 @@ def test_one_tensor_in_two_roles(tmp_path: Path, kind: str, rows: int) -> None:
     assert own or (kind in others and not rows)
     wanted = as_users_merge(tmp_path)
     report = tx.convert(tmp_path / "base", tmp_path / "out", to="hf", merge=tmp_path / "adapter")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=4e-6)
+    found = compare(tmp_path, wanted)
     rebased = [name for name in found if f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight" in low]
     assert all(name in " ".join(report.notes) for name in rebased)
     assert bool(rebased) == (kind in OWN_BASE)
@@ -435,8 +402,7 @@ def test_tied_weights_are_changed_as_one(tmp_path: Path, chosen: dict[str, Any],
     torch.testing.assert_close(found.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-5, atol=2e-4)
     if "modules_to_save" in chosen:
         merged = as_users_merge(tmp_path)
-        for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-            torch.testing.assert_close(tensor, merged[name], rtol=2e-6, atol=4e-6)
+        compare(tmp_path, {name: merged[name] for name in load_file(tmp_path / "out" / "model.safetensors")})
 
 
 class Convolutions(nn.Module):
@@ -451,29 +417,17 @@ class Convolutions(nn.Module):
         self.out = nn.Linear(6, 4)
 
 
-def convolutions(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """Write a base of convolutions and its adapter; return what peft merges."""
+def test_convolutions_are_merged(tmp_path: Path) -> None:
     torch.manual_seed(4)
     base = Convolutions()
-    (folder / "base").mkdir()
-    save_file(base.state_dict(), folder / "base" / "model.safetensors")
+    (tmp_path / "base").mkdir()
+    save_file(base.state_dict(), tmp_path / "base" / "model.safetensors")
+    chosen = {"target_modules": ["one", "two", "point", "three", "out"], "rank_pattern": {"three": 3}}
     with quiet():
-        model = peft.get_peft_model(base, peft.LoraConfig(**{"r": 2, "lora_alpha": 6, **options}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_()
-        model.save_pretrained(folder / "adapter")
-        return dict(model.merge_and_unload().state_dict())
-
-
-def test_convolutions_are_merged(tmp_path: Path) -> None:
-    wanted = convolutions(tmp_path, target_modules=["one", "two", "point", "three", "out"], rank_pattern={"three": 3})
+        model = train(base, tmp_path, torch.Tensor.normal_, lora_alpha=6, **chosen)
+        wanted = dict(model.merge_and_unload().state_dict())
     report = tx.convert(tmp_path / "base", tmp_path / "out", to="safetensors", merge=tmp_path / "adapter")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=2e-6, atol=4e-6)
+    found = compare(tmp_path, wanted)
     assert {each.what.name for each in report.recoded} == changed(tmp_path, found) == changed(tmp_path, wanted)
 
 

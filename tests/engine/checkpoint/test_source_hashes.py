@@ -228,9 +228,7 @@ def described(tmp_path: Path) -> Path:
         ("README.md", ""),
     ],
 )
-def test_what_was_edited_beside_the_tensors_goes_along_and_is_named(
-    name: str, text: str, described: Path, tmp_path: Path
-) -> None:
+def test_what_was_edited_beside_the_tensors_goes_along(name: str, text: str, described: Path, tmp_path: Path) -> None:
     (described / name).write_text(text)
     with ThreadPoolExecutor(2) as threads:
         ways: list[dict[str, Any]] = [{"verify": True}, {"on": threads, "items": 2}]
@@ -251,9 +249,7 @@ def test_what_was_edited_beside_the_tensors_goes_along_and_is_named(
         ("chat_template.jinja", TEMPLATE.encode() + bytes(4)),
     ],
 )
-def test_what_damage_leaves_of_a_file_beside_the_tensors_is_refused(
-    name: str, data: bytes | None, described: Path, tmp_path: Path
-) -> None:
+def test_damage_beside_the_tensors_is_refused(name: str, data: bytes | None, described: Path, tmp_path: Path) -> None:
     if data is None:
         (described / name).unlink()
     else:

@@ -132,9 +132,7 @@ NAN = np.frombuffer(np.array([0x7FC00000, 0x7FC00001, 0xFFC00000], "<u4").tobyte
         (3e38, -3e38, 1, 6e38),
     ],
 )
-def test_bits_are_compared_and_distances_measured(
-    tmp_path: Path, a: float, b: float, elements: int, apart: float
-) -> None:
+def test_bits_and_distances_are_compared(tmp_path: Path, a: float, b: float, elements: int, apart: float) -> None:
     """NaN equals itself if its bits do; a NaN on one side only is infinitely far from anything."""
     one, two = (np.array([5, value, 7], "f4") for value in (a, b))
     found = tx.diff(plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two}), numeric=True)

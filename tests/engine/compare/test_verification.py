@@ -152,9 +152,7 @@ def test_a_manifest_of_a_later_version_is_not_called_corrupt(copy: Path) -> None
         verified(copy)
 
 
-def test_large_tensors_were_once_hashed_from_end_to_end(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensors_were_once_hashed_whole(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests in one file, of which nothing says how they were made, as in manifests of version 1."""
     name = "out.safetensors"
     tx.convert(written, tmp_path / name, to="identity")
@@ -169,9 +167,7 @@ def test_large_tensors_were_once_hashed_from_end_to_end(
     assert len(verified(tmp_path / name).problems) == 1
 
 
-def test_a_manifest_says_how_large_tensors_are_hashed(
-    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_say_how_tensors_are_hashed(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "SPAN", 64)
     tx.convert(written, tmp_path / "out", to="identity")
     assert decode((tmp_path / "out" / MANIFEST).read_bytes()).transaxle == IN_SPANS

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from transaxle.arguments import read_degrees
+from transaxle.engine.carry import Report
+from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import close_plan, do_item
 from transaxle.engine.distribute.work_plan import WorkPlan, order, work_plan
 from transaxle.engine.execute import preflight
@@ -59,3 +61,10 @@ def do(plan: WorkPlan, numbers: Iterable[int] | None = None) -> None:
             do_item(plan.text, number)
     finally:
         close_plan()
+
+
+def all_of(plan: WorkPlan) -> Report:
+    """Do a plan from its beginning to its commit."""
+    begin_work(plan)
+    do(plan)
+    return commit_work(plan)

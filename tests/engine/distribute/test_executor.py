@@ -127,9 +127,7 @@ class Flaky:
         return future
 
 
-def test_an_item_is_tried_again_after_an_error_of_the_machine(
-    source: Path, wanted: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_an_item_that_fails_is_tried_again(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
     tx.convert(source, tmp_path / "out", on=(pool := Flaky(2)), **HOW)
     assert pool.calls == dict.fromkeys(range(5), 3)
     assert contents(tmp_path / "out") == wanted

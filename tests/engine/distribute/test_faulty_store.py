@@ -17,7 +17,7 @@ import pytest
 from msgspec import structs
 
 import transaxle as tx
-from tests.engine.distribute.arrays import do, planned
+from tests.engine.distribute.arrays import all_of, do, planned
 from tests.engine.distribute.test_object_store import SHARD, hidden, look_at, many
 from tests.engine.distribute.test_one_process import sent
 from tests.engine.killed import contents
@@ -61,12 +61,17 @@ def all_but_the_first_part(fault: Fault) -> Fails:
     return fails
 
 
+def demand_whole(bucket: Bucket, source: Path, folder: Path) -> None:
+    """Demand that the target is what a conversion writes that nothing disturbs, and that nothing is left over."""
+    tx.convert(source, folder / "wanted", to="safetensors", shard_size=SHARD)
+    assert look_at(bucket) == contents(folder / "wanted")
+    assert hidden(bucket) == []
+
+
 def by_workers(source: Path, url: str) -> None:
     """Convert with three workers."""
     plan = planned(source, url, "safetensors", 3, shard_size=SHARD)
-    begin_work(plan)
-    do(plan)
-    commit_work(plan)
+    all_of(plan)
 
 
 def in_one_process(source: Path, url: str) -> None:
@@ -88,13 +93,11 @@ def test_what_passes_is_tried_again(
 ) -> None:
     monkeypatch.setattr(driver, "ITEM", 6 << 20)
     source = many(tmp_path / "source", 18)
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
     proxy.fails = sometimes(fault, one_of)
     convert(source, f"{bucket.url}/out")
     assert proxy.failed > 1
     proxy.fails = lambda _method, _path: None
-    assert look_at(bucket) == contents(tmp_path / "wanted")
-    assert hidden(bucket) == []
+    demand_whole(bucket, source, tmp_path)
 
 
 @pytest.mark.oracle
@@ -127,9 +130,7 @@ def test_what_does_not_pass_ends_one_process_in_time(
     assert numbers
     assert numbers.isdisjoint(number for _, number in there)
     proxy.fails = lambda _method, _path: None
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
-    assert look_at(bucket) == contents(tmp_path / "wanted")
-    assert hidden(bucket) == []
+    demand_whole(bucket, source, tmp_path)
 
 
 class Completions:
@@ -193,9 +194,7 @@ def test_an_answer_to_the_last_call_that_is_lost_is_no_failure(
     commit_work(plan)
     assert fails.asked > 1 or first != "late"
     assert proxy.failed >= 1
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
-    assert look_at(bucket) == contents(tmp_path / "wanted")
-    assert hidden(bucket) == []
+    demand_whole(bucket, source, tmp_path)
 
 
 @pytest.mark.oracle
@@ -220,9 +219,7 @@ def test_an_upload_that_is_never_completed_is_an_error_in_time(
     assert bucket.uploads() == there
     proxy.fails = lambda _method, _path: None
     commit_work(plan)
-    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
-    assert look_at(bucket) == contents(tmp_path / "wanted")
-    assert hidden(bucket) == []
+    demand_whole(bucket, source, tmp_path)
 
 
 def test_a_file_of_before_is_not_taken_for_the_one_that_was_sent(

@@ -15,17 +15,16 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from tests.engine.distribute.arrays import do, in_child, planned
+from tests.engine.distribute.arrays import all_of, do, in_child, planned
 from tests.engine.distribute.test_executor import Backwards
-from tests.engine.distribute.test_item_work import plain
+from tests.engine.distribute.test_item_work import plain, refused
 from tests.engine.killed import Calls, Death, contents
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import download
 from transaxle.cli import main
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import close_plan
-from transaxle.engine.distribute.work_plan import WorkPlan
-from transaxle.errors import Code, UsageError, refuse
+from transaxle.errors import UsageError, refuse
 from transaxle.formats.store.multipart import S3Multipart
 from transaxle.formats.store.service import Service
 from transaxle.move import journal
@@ -54,13 +53,6 @@ def many(folder: Path, mebibytes: int = 36) -> Path:
 def hidden(bucket: Bucket) -> list[str]:
     """What lies in the bucket that belongs to no checkpoint."""
     return [name for name in bucket.names() if "transaxle-partial" in name] + bucket.uploads()
-
-
-def refused(code: Code, call: Callable[[], object]) -> tx.TransaxleError:
-    with pytest.raises(tx.TransaxleError) as caught:
-        call()
-    assert caught.value.code == code, caught.value
-    return caught.value
 
 
 def there(bucket: Bucket, folder: Path, under: str = "out") -> Any:
@@ -121,9 +113,7 @@ def test_all_formats(
     wanted.parent.mkdir()
     tx.convert(source, wanted, to=to, shard_size=SHARD, **options)
     plan = planned(source, f"{bucket.url}/dir/{name}", to, 5, shard_size=SHARD, **options)
-    begin_work(plan)
-    do(plan)
-    commit_work(plan)
+    all_of(plan)
     assert {file: bucket.get(f"dir/{file}") for file in contents(wanted.parent)} == contents(wanted.parent)
     assert len(bucket.names()) == len(contents(wanted.parent))
     assert hidden(bucket) == []
@@ -234,9 +224,7 @@ def test_work_of_others_and_of_another_division(bucket: Bucket, tmp_path: Path) 
     assert hidden(bucket) == []
 
 
-def test_clean_removes_what_a_killed_run_leaves(
-    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clean_removes_what_a_run_leaves(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, url = many(tmp_path / "source", 18), f"{bucket.url}/models/out"
     bucket.put("models/outside", b"mine")
     plan = planned(source, url, "safetensors", 3, shard_size=SHARD)
@@ -280,12 +268,6 @@ def test_clean_knows_targets_with_a_question_mark(bucket: Bucket, tmp_path: Path
 
 CHANGES: Calls = {S3Multipart: ("begin_upload", "send_part", "complete", "put", "abort"), Service: ("delete",)}
 """What changes something on the service."""
-
-
-def all_of(plan: WorkPlan) -> None:
-    begin_work(plan)
-    do(plan)
-    commit_work(plan)
 
 
 def look(bucket: Bucket, wanted: dict[str, bytes]) -> bool:

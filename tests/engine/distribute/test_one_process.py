@@ -11,7 +11,8 @@ import pytest
 
 import transaxle as tx
 from tests.engine.distribute.arrays import do, in_child, planned
-from tests.engine.distribute.test_object_store import CHANGES, MIB, hidden, look, look_at, many, refused
+from tests.engine.distribute.test_item_work import refused
+from tests.engine.distribute.test_object_store import CHANGES, MIB, hidden, look, look_at, many
 from tests.engine.killed import Death, contents
 from tests.formats.s3_server import Bucket
 from transaxle.cli import main

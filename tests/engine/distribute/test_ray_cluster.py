@@ -89,8 +89,10 @@ def test_nodes_write_to_a_service(cluster: Any, source: Path, bucket: Bucket, tm
     assert bucket.uploads() == []
 
 
-def lose_a_node(cluster: Any, after: float, source: Path, tmp_path: Path) -> None:
-    """Convert while a node is lost after some seconds; demand the bytes of one process, and nothing else."""
+@pytest.mark.oracle
+@pytest.mark.parametrize("after", np.linspace(0.1, 2, 10))
+def test_a_lost_node_is_replaced_by_the_others(cluster: Any, after: float, source: Path, tmp_path: Path) -> None:
+    killed.convert(source, tmp_path / "wanted")
     node = started(cluster)
 
     class Losing(Slow):
@@ -103,20 +105,11 @@ def lose_a_node(cluster: Any, after: float, source: Path, tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "wanted"]
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("after", np.linspace(0.1, 2, 10))
-def test_a_node_that_is_lost_is_replaced_by_the_others(
-    cluster: Any, after: float, source: Path, tmp_path: Path
-) -> None:
-    killed.convert(source, tmp_path / "wanted")
-    lose_a_node(cluster, after, source, tmp_path)
-
-
 DRIVER = """
 import sys
 import transaxle as tx
 from tests.engine import killed
-from tests.engine.distribute.slow import Slow, There
+from tests.engine.distribute.slow import Slow
 how = {"to": killed.TO, "shard_size": killed.SHARD_SIZE}
 tx.convert(sys.argv[1], sys.argv[2], on=Slow(1.0), items=24, resume=True, **how)
 """
@@ -156,9 +149,7 @@ def test_an_item_that_fits_no_node_is_refused(cluster: Any, source: Path, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_an_address_without_a_cluster_is_an_error(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_of_no_cluster_is_an_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own client waits half a minute before it says so."""
     asked = list[Any]()
 

@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from tests.engine import killed
+from tests.engine import demand_refusal, killed
 from tests.engine.counting import Before, counted
 from tests.engine.killed import contents
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
@@ -64,13 +63,6 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@contextmanager
-def refused(code: Code) -> Iterator[pytest.ExceptionInfo[tx.TransaxleError]]:
-    with pytest.raises(tx.TransaxleError) as caught:
-        yield caught
-    assert caught.value.code == code
-
-
 def run(source: Path, target: Path, before: Before, **options: Any) -> None:
     """Convert through a storage that calls `before` ahead of each read."""
     with open_checkpoint(source) as checkpoint:
@@ -105,7 +97,7 @@ def interrupted(source: Path, target: Path, at: int) -> None:
     def stop() -> None:
         raise refuse("IO", "the cable")
 
-    with refused("IO"):
+    with demand_refusal("IO"):
         run(source, target, Trouble(at, stop), resume=True)
 
 
@@ -120,9 +112,7 @@ def interrupted(source: Path, target: Path, at: int) -> None:
         pytest.param("", "automodel", 1, ("two-renames",), marks=pytest.mark.oracle),
     ],
 )
-def test_killed_at_any_point_it_is_the_old_one_or_the_new_one(
-    tmp_path: Path, ending: str, to: str, every: int, how: tuple[str, ...]
-) -> None:
+def test_killed_at_any_point(tmp_path: Path, ending: str, to: str, every: int, how: tuple[str, ...]) -> None:
     """Another run finishes the work to the same bytes, with `resume` and without, and nothing is left over.
 
     So it is with one-file targets, and with folders where two names cannot be exchanged.
@@ -160,7 +150,7 @@ def test_a_failing_disk_leaves_nothing(
         return real(*args)
 
     monkeypatch.setattr(os, call, patched)
-    with refused(code) as caught:
+    with demand_refusal(code) as caught:
         killed.convert(source, tmp_path / "out")
     assert caught.value.exit_code == 4
     assert caught.value.where.file
@@ -207,7 +197,7 @@ def changed(weights: Path) -> None:
 def test_a_source_that_fails_or_changes_meanwhile_leaves_nothing(
     source: Path, tmp_path: Path, meddle: Callable[[Path], None], code: Code, at: int
 ) -> None:
-    with refused(code):
+    with demand_refusal(code):
         run(source, tmp_path / "out", Trouble(at, lambda: meddle(source / checkpoints.WHOLE)))
     assert names_in(tmp_path) == ["source"]
 
@@ -232,9 +222,8 @@ def test_a_source_that_changed_before_the_resume_is_refused(source: Path, tmp_pa
     with (source / checkpoints.WHOLE).open("r+b") as file:
         file.seek(3000)
         file.write(b"entirely other values")
-    with pytest.raises(tx.TransaxleError, match="another source, or has changed since") as caught:
+    with demand_refusal("EXISTS", "another source, or has changed since"):
         tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE, resume=True)
-    assert caught.value.code == "EXISTS"
     assert tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE, overwrite=True).resumed == 0
     tx.convert(source, tmp_path / "again", to=TO, shard_size=killed.SHARD_SIZE)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
@@ -243,7 +232,7 @@ def test_a_source_that_changed_before_the_resume_is_refused(source: Path, tmp_pa
 def test_without_resume_what_was_left_is_not_used(source: Path, wanted: Mapping[str, bytes], tmp_path: Path) -> None:
     interrupted(source, tmp_path / "out", 12)
     left = contents(tmp_path / PARTIAL)
-    with refused("EXISTS"):
+    with demand_refusal("EXISTS"):
         killed.convert(source, tmp_path / "out")
     assert contents(tmp_path / PARTIAL) == left
     killed.convert(source, tmp_path / "out", overwrite=True)
@@ -251,9 +240,7 @@ def test_without_resume_what_was_left_is_not_used(source: Path, wanted: Mapping[
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 7])
-def test_what_was_left_is_believed_only_as_far_as_it_is_true(
-    source: Path, wanted: Mapping[str, bytes], tmp_path: Path, seed: int
-) -> None:
+def test_what_was_left_is_checked(source: Path, wanted: Mapping[str, bytes], tmp_path: Path, seed: int) -> None:
     """Damage to the unfinished files, to the journal, to both, or files of wrong sizes."""
     interrupted(source, tmp_path / "out", 14)
     partial = tmp_path / PARTIAL
@@ -284,9 +271,9 @@ def test_resuming_what_is_complete_leaves_it_alone(source: Path, tmp_path: Path,
     assert report.resumed == report.tensors == first.tensors
     assert report.bytes_written == first.bytes_written
     assert (target.stat().st_mtime_ns, target.stat().st_ino) == stamp
-    with refused("EXISTS"):
+    with demand_refusal("EXISTS"):
         tx.convert(source, target, to=TO)
-    with refused("EXISTS"):
+    with demand_refusal("EXISTS"):
         tx.convert(source, target, to="megatron", resume=True)
 
 
@@ -298,10 +285,10 @@ def test_resuming_over_something_else_is_refused(source: Path, tmp_path: Path, f
         data = bytearray((target / file).read_bytes())
         data[at] ^= 1
         (target / file).write_bytes(bytes(data))
-        with refused("EXISTS"):
+        with demand_refusal("EXISTS"):
             tx.convert(source, target, to=TO, resume=True)
     (target / file).unlink()
-    with refused("EXISTS"):
+    with demand_refusal("EXISTS"):
         tx.convert(source, target, to=TO, resume=True)
 
 
@@ -316,13 +303,11 @@ def test_resuming_what_is_complete_still_compares_copies(tmp_path: Path) -> None
     held["lm_head.weight"][0, 0] += 1
     shutil.rmtree(source)
     checkpoints.write(source, held, config=config)
-    with refused("EXISTS"):
+    with demand_refusal("EXISTS"):
         tx.convert(source, tmp_path / "out", to="hf", resume=True)
 
 
-def test_the_old_one_is_readable_until_the_new_one_is_complete(
-    source: Path, wanted: Mapping[str, bytes], tmp_path: Path
-) -> None:
+def test_the_old_one_is_there_until_the_new_one_is(source: Path, wanted: Mapping[str, bytes], tmp_path: Path) -> None:
     target = checkpoints.tiny(tmp_path / "out")
     before = contents(target)
     looks: list[bool] = []
@@ -330,7 +315,7 @@ def test_the_old_one_is_readable_until_the_new_one_is_complete(
     def look(_: int) -> None:
         looks.append(contents(target) == before and (tx.open(target).family == "qwen3_moe"))
 
-    with refused("EXISTS"):
+    with demand_refusal("EXISTS"):
         killed.convert(source, target)
     killed.convert(source, target, overwrite=True, progress=look)
     assert looks
@@ -344,7 +329,7 @@ def test_unequal_ties_leave_nothing_and_are_all_named(tmp_path: Path) -> None:
     steps = {f"optim/model.layers.0.mlp.experts.{e}.up_proj.weight/step": np.array(3.0 + e, np.float32) for e in (0, 1)}
     gates = {f"optim/model.layers.0.mlp.experts.{e}.gate_proj.weight/step": np.array(3.0, np.float32) for e in (0, 1)}
     source = checkpoints.write(tmp_path / "source", {**held, **steps, **gates}, config=config)
-    with refused("UNEQUAL_COPIES") as caught:
+    with demand_refusal("UNEQUAL_COPIES") as caught:
         tx.convert(source, tmp_path / "out", to="automodel")
     named = {refusal.where.tensor for refusal in caught.value.refusals}
     assert any("embed_tokens" in str(name) or "lm_head" in str(name) for name in named)

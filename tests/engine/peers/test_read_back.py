@@ -33,9 +33,7 @@ def test_options_of_the_source_alone_are_none_of_the_result(options: dict[str, A
 
 
 @pytest.mark.parametrize(("model_type", "place"), [("gemma3", "out.pt"), ("qwen2_5_vl", "out.safetensors")])
-def test_one_file_is_read_back_in_the_dialect_that_it_was_written_in(
-    model_type: str, place: str, tmp_path: Path
-) -> None:
+def test_one_file_is_read_back_in_the_dialect_of_its_target(model_type: str, place: str, tmp_path: Path) -> None:
     """Its names fit several tables equally well, and no config says which is right."""
     tiny_models.made(model_type, {}, tmp_path)
     form = "torch" if place.endswith(".pt") else "safetensors"

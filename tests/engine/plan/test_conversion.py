@@ -125,7 +125,11 @@ def test_shards_hold_the_same_in_order(tiny: Path, tmp_path: Path, shard_size: i
 
 @pytest.mark.parametrize(
     ("to", "name"),
-    [("dcp:torchtitan", "model.layers.0.mlp.experts.gate_up.bias"), ("vllm", "model.layers.1.layers.7.lora.weight")],
+    [
+        ("dcp:torchtitan", "model.layers.0.mlp.experts.gate_up.bias"),
+        ("vllm", "model.layers.1.layers.7.lora.weight"),
+        ("megatron", "model.layers.1._orig_mod.extra.weight"),
+    ],
 )
 def test_a_layer_is_not_converted_in_part(name: str, to: str, tmp_path: Path) -> None:
     """What no line reads in it would stay where no reader of the target looks, and the model would compute without."""

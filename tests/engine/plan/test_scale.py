@@ -155,9 +155,7 @@ def test_opening_is_linear_in_the_parts_of_a_checkpoint(make: Make, each: int, t
 
 
 @pytest.mark.parametrize("arguments", [("ls",), ("info",), ("plan", "OUT", "--to", "safetensors:identity")])
-def test_commands_are_linear_in_the_tensors(
-    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_are_linear(arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def running(count: int) -> Callable[[], None]:
         folder = tmp_path / str(count)
         folder.mkdir()

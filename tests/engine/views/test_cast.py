@@ -337,9 +337,7 @@ STALE = (
 
 @pytest.mark.parametrize("section", STALE, ids=[str(each["quant_method"]) for each in STALE])
 @pytest.mark.parametrize("said", [{"to": "megatron"}, {"to": "safetensors", "dtype": "fp32"}])
-def test_a_section_left_over_from_codes_is_told_of_and_removed(
-    section: dict[str, Any], said: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_section_left_of_codes_is_removed(section: dict[str, Any], said: dict[str, Any], tmp_path: Path) -> None:
     """The hint of the refusal, followed."""
     held, config = quantized.plain_llama(d=16, f=32, g=1, r=1, head=16)
     source = quantized.store(tmp_path / "source", (held, {**config, "quantization_config": section}))

@@ -103,9 +103,7 @@ def test_a_tensor_is_its_codes_times_its_scales(sources: dict[str, tuple[Path, A
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("kind", NAMES)
-def test_any_range_of_bytes_is_that_range_of_all_of_them(
-    sources: dict[str, tuple[Path, Array]], kind: str, data: st.DataObject
-) -> None:
+def test_a_range_is_that_range_of_all(sources: dict[str, tuple[Path, Array]], kind: str, data: st.DataObject) -> None:
     source, _ = sources[kind]
     with tx.open(source, decode="bf16") as checkpoint:
         whole = checkpoint[NAMES[kind]].tobytes()
@@ -120,9 +118,7 @@ def test_any_range_of_bytes_is_that_range_of_all_of_them(
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("kind", NAMES)
-def test_any_box_is_that_box_of_the_whole(
-    sources: dict[str, tuple[Path, Array]], kind: str, data: st.DataObject
-) -> None:
+def test_a_box_is_that_box_of_the_whole(sources: dict[str, tuple[Path, Array]], kind: str, data: st.DataObject) -> None:
     source, _ = sources[kind]
     with tx.open(source, decode="bf16") as checkpoint:
         tensor = checkpoint[NAMES[kind]]
@@ -360,9 +356,7 @@ def test_a_layout_that_depends_on_the_encoding_needs_its_dialect(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_decoded_values_that_would_become_infinite_are_refused_before_anything_is_written(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_decoded_values_that_would_become_infinite_are_refused(tmp_path: Path, dtype: str) -> None:
     """A finite code times a finite scale above the range of the type; an infinite scale stands for infinity."""
     held: Tensors = {}
     for name, scale in {"over.weight": 3e38, "infinite.weight": np.inf, "fine.weight": 7e35}.items():

@@ -254,9 +254,7 @@ def test_without_a_table_patterns_are_needed(tmp_path: Path) -> None:
         (np.zeros((4, 0), np.float32), "nvfp4", "[4, 0]"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused_before_anything_is_written(
-    tmp_path: Path, array: Array, encoding: str, message: str
-) -> None:
+def test_what_cannot_be_encoded_is_refused(tmp_path: Path, array: Array, encoding: str, message: str) -> None:
     source = quantized.store(tmp_path / "source", ({"a": array, "b": quantized.plain((64, 64))}, {}))
     (found,) = tx.plan(source, tmp_path / "x", to="safetensors", encode=encoding, only="*").refusals
     assert (found.code, found.where.tensor) == ("UNSUPPORTED", "a")

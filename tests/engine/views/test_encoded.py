@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,17 @@ def half(held: Tensors, expert: int, part: str) -> Array:
     return held[f"layers.0.experts.{expert}.{part}.weight"]
 
 
+def lay_out(to: str, parts: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What torch makes in a dialect of the two halves of each expert."""
+    whole = [torch.cat([parts[e, "gate"], parts[e, "up"]]) for e in range(E)]
+    if to == "fused":
+        return {f"layers.0.experts.{e}.gate_up.weight": each for e, each in enumerate(whole)}
+    if to == "stacked":
+        return {f"layers.0.experts.{half}": torch.stack([parts[e, half] for e in range(E)]) for half in ("gate", "up")}
+    stack = torch.stack(whole)
+    return {"layers.0.experts.gate_up": stack.mT.contiguous() if to == "turned" else stack}
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("f", [128, 1408])
 @pytest.mark.parametrize("to", ["fused", "stacked", "packed", "turned"])
@@ -114,28 +126,13 @@ def test_experts_are_fused_and_stacked_with_their_scales(tmp_path: Path, f: int,
     source = probe(tmp_path, f=f)
     before = quantized.read(source)
     got, _ = converted(source, to)
-    name = "layers.0.experts.gate_up"
-    both = [torch.cat([torch_of(half(before, e, part)) for part in ("gate", "up")]) for e in range(E)]
-    both_values = [np.concatenate([values(before, f"layers.0.experts.{e}.{p}.weight") for p in ("gate", "up")])
-                   for e in range(E)]  # fmt: skip
-    if to == "fused":
-        for expert in range(E):
-            fused = f"layers.0.experts.{expert}.gate_up.weight"
-            assert got[fused + SCALE].shape == (2 * f // 128, D // 128)
-            assert same_codes(got[fused], both[expert])
-            assert np.array_equal(values(got, fused), both_values[expert])
-    elif to == "stacked":
-        for part in ("gate", "up"):
-            stack = f"layers.0.experts.{part}"
-            assert same_codes(got[stack], torch.stack([torch_of(half(before, e, part)) for e in range(E)]))
-            wanted = [values(before, f"layers.0.experts.{e}.{part}.weight") for e in range(E)]
-            assert np.array_equal(values(got, stack), np.stack(wanted))
-    else:
-        wanted_codes, wanted_values = torch.stack(both), np.stack(both_values)
-        if to == "turned":
-            wanted_codes, wanted_values = wanted_codes.transpose(1, 2), wanted_values.swapaxes(1, 2)
-        assert same_codes(got[name], wanted_codes.contiguous())
-        assert np.array_equal(values(got, name), wanted_values)
+    names = {(e, part): f"layers.0.experts.{e}.{part}.weight" for e in range(E) for part in ("gate", "up")}
+    codes = lay_out(to, {key: torch_of(before[name]) for key, name in names.items()})
+    wanted = lay_out(to, {key: torch.from_numpy(values(before, name)) for key, name in names.items()})
+    for name in codes:
+        assert same_codes(got[name], codes[name])
+        assert np.array_equal(values(got, name), wanted[name].numpy())
+        assert to != "fused" or got[name + SCALE].shape == (2 * f // 128, D // 128)
 
 
 @pytest.mark.parametrize("f", [576, 1344])
