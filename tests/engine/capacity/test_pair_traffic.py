@@ -18,7 +18,7 @@ from tests.engine import demand_refusal
 from tests.oracles import hub
 from transaxle.engine.plan.rank_parts import engine_parts
 from transaxle.engine.traffic import Cutter, Traffic, read_mesh, traffic
-from transaxle.errors import TransaxleError
+from transaxle.errors import Code, TransaxleError
 from transaxle.families import builtin
 
 LLAMA: dict[str, Any] = {
@@ -237,7 +237,7 @@ def test_a_tied_embedding_is_in_the_first_and_the_last_stage() -> None:
         (("megatron_dist fsdp=2,pp=2", "vllm tp=2"), "UNSUPPORTED", "for some of them only"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused(sides: tuple[str, str], code: str, said: str) -> None:
+def test_what_does_not_go_together_is_refused(sides: tuple[str, str], code: Code, said: str) -> None:
     with demand_refusal(code, said) as caught:
         _planned(MOE, *sides)
     assert caught.value.refusals[0].hint
