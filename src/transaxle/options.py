@@ -81,6 +81,8 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                "in a model for a hub]"),
         Option("average", "flag", "DeepSpeed, Megatron: where replicas differ between ranks, use their mean.",
                default=False, flags=("--average-replicas", "--average")),
+        Option("ranks", "text", "Names of the torch files of a job's ranks, with {} for the rank.",
+               metavar="TEMPLATE", example="model_rank{}.pt"),
     ),
     "Ranks of the target": (
         Option("tp", "count", "megatron_torch: tensor-parallel ranks; torch_dist: those for which to pad.  "
@@ -131,11 +133,11 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
 """Title of a section in the help text -> options of the section."""
 OPTIONS: Mapping[str, Option] = {option.name: option for section in SECTIONS.values() for option in section}
 
-READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", "optimizer", "average")
+READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", "optimizer", "average", "ranks")
 """Options that determine how a checkpoint is recognised and read."""
 OPENING = (*READING, "decode", "dtype", "merge", "only", "skip")
 """Options of `open`: the `READING` options, and options that change or select the values that are read."""
-OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
+OF_FIRST = frozenset({"dialect", "format", "ranks", "only", "skip", "dtype", "merge"})
 """Options that apply only to the first checkpoint, if two checkpoints are compared."""
 OF_ONE = frozenset({"decode", "weights", "average"})
 """Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""

@@ -28,12 +28,7 @@ from transaxle.arguments import (
     suggests,
     wrong_type,
 )
-from transaxle.engine.checkpoint.checkpoint import (
-    Checkpoint,
-    CheckpointLike,
-    open_checkpoint,
-    open_source,
-)
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, open_source
 from transaxle.engine.checkpoint.settings import model_config
 from transaxle.errors import Refusal, Refused
 from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
@@ -153,6 +148,7 @@ def open(  # noqa: A001 - the contract's name
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
@@ -172,6 +168,7 @@ def open(  # noqa: A001 - the contract's name
         weights: weights of a DeepSpeed or Megatron checkpoint to read: the optimizer's `fp32`, or the model's `lp`.
         optimizer: whether to include the optimizer's state; None means to include it, except in `safetensors:hf`.
         average: whether to use the mean of replicas in a DeepSpeed or Megatron checkpoint that differ between ranks.
+        ranks: names of the torch files of a job's ranks, such as `model_rank{}.pt`; None means verl's names.
         decode: `bf16` or `fp32`: the dtype to which quantized tensors are decoded when they are read.
         dtype: `bf16`, `fp16` or `fp32`: the dtype to which unquantized tensors are cast when they are read.
         merge: path of a peft LoRA adapter, merged into the weights when they are read.
@@ -200,6 +197,7 @@ def info(
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
@@ -214,9 +212,8 @@ def info(
     The other arguments are those of `open`.
 
     Returns:
-        Plain data, which `transaxle info PATH --json` prints together with facts about the installation: `format`,
-        `family`, `dialect`, `reason` (why no family is recognised), `axes`, `unknown` (tensor names without a mapping
-        rule), `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
+        Plain data, as `transaxle info PATH --json` prints it: `format`, `family`, `dialect`, `reason` (why no family is
+        recognised), `axes`, `unknown` (tensor names without a mapping rule), `tensors`, `bytes`, `files` and others.
     """
     from transaxle.engine.checkpoint_facts import checkpoint_facts
 
@@ -442,6 +439,7 @@ def plan(
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
@@ -509,6 +507,7 @@ def convert(
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
@@ -608,6 +607,7 @@ def verify(
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
@@ -624,8 +624,8 @@ def verify(
         progress: function that is called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
-    The other arguments are those of `open`. The options `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply
-    to the first checkpoint only.
+    The other arguments are those of `open`. The options `dialect`, `format`, `ranks`, `dtype`, `merge`, `only` and
+    `skip` apply to the first checkpoint only.
 
     Returns:
         The verification, which is true on success, so that `assert tx.verify(a, b)` fails if the checkpoints differ.
@@ -670,6 +670,7 @@ def diff(
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
@@ -688,8 +689,8 @@ def diff(
         progress: function that is called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
-    The other arguments are those of `open`. Of these, `dialect`, `format`, `dtype`, `merge`, `only` and `skip` apply to
-    the first checkpoint only.
+    The other arguments are those of `open`. The options `dialect`, `format`, `ranks`, `dtype`, `merge`, `only` and
+    `skip` apply to the first checkpoint only.
 
     Returns:
         The comparison, which is true if the checkpoints do not differ; `.equal` is the same boolean.

@@ -29,6 +29,7 @@ from transaxle.formats.registry import (
     DCP_METADATA,
     INDEX,
     MANIFEST,
+    RANKS,
     SAFETENSORS,
     SCRATCH,
     STATE_FOLDER,
@@ -70,6 +71,7 @@ _WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_
 _LONGEST_BEGINNING = 512
 _PART_NAMES = re.compile(
     r"\.hf_metadata|model|optim|pytorch_model_fsdp_\d+|optimizer_\d+|(?:optimizer(?:_\d+)?|scheduler)\.(?:pt|bin)"
+    r"|model_world_size_\d+_rank_\d+\.pt"
 )
 """Pattern for names of files and folders that occur in a step folder whose model and optimizer are separate
 checkpoints, see `step_parts`."""
@@ -92,6 +94,7 @@ def open_container(
     weights: Weights | None = None,
     cutter: Cutter | None = None,
     optimizer: bool | None = None,
+    ranks: str | None = None,
     *,
     average: bool = False,
     lenient: bool = False,
@@ -106,6 +109,7 @@ def open_container(
         cutter: function that finds how ranks sharded parameters, if the checkpoint does not state it.
         optimizer: whether to read the optimizer's state; None means only if the checkpoint contains the parameter names
             of this state.
+        ranks: the user's template for the names of rank files; None means names like `model_world_size_2_rank_0.pt`.
         average: whether to average replicas that differ; only formats with one file per rank have replicas.
         lenient: whether to ignore `weights` and `average` for formats to which they do not apply, instead of refusing.
         naming: function that names an optimizer's parameters, if the checkpoint lists them only by number.
@@ -120,7 +124,9 @@ def open_container(
     kind = None if format is None else find(format)
     if format is not None and kind is None:
         raise unknown_format(format, [each.name for each in every_format()])
-    options = {"weights": weights, "cutter": cutter, "optimizer": optimizer}
+    if ranks is not None:
+        kind = _with_template(kind, ranks)
+    options = {"weights": weights, "cutter": cutter, "optimizer": optimizer, "ranks": ranks}
     inapplicable = () if lenient else _inapplicable(weights, average=average)
     storage = storage_at(path)
     try:
@@ -138,6 +144,17 @@ def has_choices(format: str) -> bool:  # noqa: A002 - as above
     """Return whether checkpoints of a format may store the weights twice, or replicas that differ."""
     kind = find(format)
     return kind is not None and _WEIGHTS in kind.reader_takes
+
+
+def _with_template(kind: Format | None, template: str) -> Format:
+    """Return the format of rank files, for which the user gave a template of their names."""
+    from transaxle.formats.ranks.names import check_template
+
+    check_template(template)
+    if kind not in (None, RANKS):
+        message = f"--ranks (ranks=) names the files of the format {RANKS.name}, and the format is {kind.name}"
+        raise refuse("AMBIGUOUS", message, hint="Omit one of the two.")
+    return RANKS
 
 
 def _inapplicable(weights: Weights | None, *, average: bool) -> tuple[tuple[str, str], ...]:
@@ -170,9 +187,14 @@ def _open(storage: Storage, path: str, choices: _Choices) -> Container:
         hint = "Continue the run with --resume and its other options, or remove its work with transaxle clean."
         raise refuse("INCOMPLETE", message, file=path, hint=hint)
     matches = _first_matches(folder, choices.kind)
+    if template := choices.options.get("ranks"):
+        from transaxle.formats.ranks.names import rank_sets
+
+        model = rank_sets(folder.names, template).model
+        matches = [_Match(RANKS, None, model)] if model else []
     if not matches and storage.single and choices.kind and choices.kind.one_file:
         matches = [_Match(choices.kind, None, storage.single)]
-    if not storage.single and _may_have_parts(folder):
+    if not storage.single and (_may_have_parts(folder) or template):
         return _open_parts(folder, path, matches, choices)
     if not matches:
         raise _refuse_nothing(folder, choices.kind)
@@ -190,6 +212,7 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _
     """Open a folder that looks like a step folder with separate checkpoints for model and optimizer (see `step_parts`),
     even if it is an ordinary checkpoint.
     """
+    from transaxle.formats.ranks.names import rank_sets
     from transaxle.formats.step_parts import in_part, weights_folders, with_model_files, with_parts
 
     folder = replace(folder, storage=with_model_files(folder))
@@ -201,14 +224,16 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _
 
     def open_part(member: str) -> Container:
         if member in folder.names:
-            return TORCH.open(None, folder.storage, path, member)
+            kind = RANKS if member in sets else TORCH
+            return kind.open(None, folder.storage, path, member)
         part_choices = choices if member in parts else _Choices()
         return in_part(member, path, lambda: _open(SubFolder(folder.storage, member), path, part_choices))
 
+    sets = rank_sets(folder.names, choices.options.get("ranks"))
     part = parts[0] if parts else None
     weights = open_part(part) if part else _open_match(folder, path, matches, choices)
     without_state = choices.options.get("optimizer") is False
-    return with_parts(weights, folder, part, open_part, choices.naming, without_state=without_state)
+    return with_parts(weights, folder, part, open_part, choices.naming, sets, without_state=without_state)
 
 
 def _open_match(folder: Folder, path: str, matches: Sequence[_Match], choices: _Choices) -> Container:

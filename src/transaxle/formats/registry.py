@@ -370,6 +370,18 @@ TORCH = Format(
     files=_shards_and_index(*_TORCH_FILES),
 )
 
+RANK_NAMES = r"(?:model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"
+"""Pattern for the files of ranks, as verl and its relatives name them."""
+RANKS = Format(
+    name="ranks",
+    title="a folder with one torch file for each rank",
+    clues=(Clue(first_of(r"model_world_size_\d+_rank_\d+\.pt"), 50, hint=RANK_NAMES),),
+    reader="transaxle.formats.ranks.reader:open_ranks",
+    reader_takes=frozenset({"ranks"}),
+    files=RANK_NAMES,
+    sidecars=frozenset({"fsdp_config.json"}),
+)
+
 DCP_METADATA = ".metadata"
 DCP_DATA = ".distcp"
 DCP_RANK = rf"__(\d+){re.escape(DCP_METADATA)}"
@@ -502,7 +514,7 @@ UNIVERSAL = Format(
     inner=DEEPSPEED_ZERO,
 )
 
-FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED)
+FORMATS = (SAFETENSORS, TORCH, RANKS, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED)
 """All built-in formats, in the order in which users see them."""
 
 CALLED = {

@@ -5,6 +5,7 @@ step as separate checkpoints.
     checkpoint-3/model.safetensors       optimizer.bin    accelerate and Trainer, with unsharded files
     checkpoint-3/model.safetensors       optimizer.pt     Trainer on one process: parameters have numbers only
     epoch_0_step_3/model/                optim/           NeMo Automodel, with the model's config in model/.hf_metadata
+    actor/model_world_size_2_rank_0.pt   optim_world_…    verl: rank files (see `ranks`), its config in huggingface/
 
 The step folder is opened as one checkpoint; file names are relative to the step folder. Each of the two separate
 checkpoints can also be opened alone.
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 
 from transaxle.errors import Faults, Refusal, Refused, TransaxleError, Where, gathered
 from transaxle.formats.catalog import NUMBERS, Container, Entry, Extent, NumbersInMemory, Twin
+from transaxle.formats.ranks.names import RankSets
 from transaxle.formats.registry import ADAPTER_CONFIG, TORCH, Folder, SidecarFiles, is_of_model, sort_sidecars
 from transaxle.formats.storage.storage import LiftedFiles, Renaming, Storage, layer
 from transaxle.formats.torch_file.saved import read_saved
@@ -36,8 +38,8 @@ _SCHEDULES = re.compile(r"scheduler\.(?:pt|bin)")
 _SCHEDULER = "scheduler"
 """Name of the item of training state that contains a learning-rate schedule, see `TrainingItem`."""
 _SETTINGS = "settings"
-_MODEL_METADATA = ".hf_metadata"
-"""Name of the folder with the model's config and tokenizer in checkpoints of NeMo Automodel."""
+_MODEL_METADATA = (".hf_metadata", "huggingface")
+"""Folders with the model's config and tokenizer, in checkpoints of NeMo Automodel and of verl."""
 NUMBERED = f"{OPTIMIZER}#"
 """Prefix of the names of optimizer state whose parameters are known only by number."""
 _LEAVE_OUT = "To do without the optimizer's state: --no-optimizer (optimizer=False)."
@@ -57,14 +59,13 @@ def weights_folders(folder: Folder) -> list[str]:
 
 
 def with_model_files(folder: Folder) -> Storage:
-    """Return a folder's storage, to which the config and tokenizer files of the sub-folder `.hf_metadata` are added."""
+    """Return a folder's storage, with the model's config and tokenizer files of a sub-folder for them added."""
     storage = folder.storage
-    if _MODEL_METADATA not in folder.folders:
-        return storage
-    inside = storage.listing(f"{folder.inside}{_MODEL_METADATA}").names
     lifted = {
-        name: f"{folder.inside}{_MODEL_METADATA}/{name}"
-        for name in inside
+        name: f"{folder.inside}{inner}/{name}"
+        for inner in _MODEL_METADATA
+        if inner in folder.folders
+        for name in storage.listing(f"{folder.inside}{inner}").names
         if is_of_model(name) and name not in folder.names
     }
     return LiftedFiles(storage, lifted) if lifted else storage
@@ -76,6 +77,7 @@ def with_parts(
     part: str | None,
     open_part: OpenPart,
     naming: Naming | None,
+    sets: RankSets,
     *,
     without_state: bool,
 ) -> Container:
@@ -85,15 +87,17 @@ def with_parts(
     result. The state of numbered parameters is left out unless `naming` is given.
 
     Args:
-        weights: the opened checkpoint of the weights.
-        folder: names in the step folder, and its storage.
-        part: name of the sub-folder with the weights; None if they are in the step folder itself.
-        open_part: function that opens all other files and sub-folders of the step folder.
-        naming: function that names numbered parameters; None if the user did not request the optimizer's state.
-        without_state: whether to skip the optimizer's state.
+        weights: the checkpoint of the weights.
+        folder: storage of the step folder.
+        part: the sub-folder with the weights; None: they are in the step folder itself.
+        open_part: function that opens the other files and sub-folders of the step folder.
+        naming: function that names numbered parameters; None: the optimizer's state was not requested.
+        sets: the sets of rank files in the step folder.
+        without_state: skip the optimizer's state.
     """
     complete = without_state or any(name.startswith(OPTIMIZER) for name in weights.entries)
-    members = [] if complete else _state_members(folder)
+    members = [] if complete else [*_state_members(folder), *filter(None, [sets.optimizer])]
+    members += filter(None, [sets.extra])
     has_schedule = _SCHEDULER in weights.metadata.get(TRAINING, ())
     schedules = [name for name in folder.names if _SCHEDULES.fullmatch(name) and not has_schedule]
     if part is None and (not (members or schedules) or not _is_plain(weights.storage, folder.storage)):
@@ -292,7 +296,7 @@ def _with_sidecars(container: Container, storage: Storage, inner: Sequence[Conta
     files = inline.moved_onto(LiftedFiles(storage, lifted)) if lifted else inline
     sidecars = sort_sidecars(files, container.files) if apart else SidecarFiles(container.carried, container.ignored)
     used_names = {*container.files, *(f"{file.partition('/')[0]}/" for file in container.files), *lifted.values()}
-    other_files = (path for path in inner_files if not path.endswith(f"/{_MODEL_METADATA}/"))
+    other_files = (path for path in inner_files if not path.endswith(tuple(f"/{name}/" for name in _MODEL_METADATA)))
     ignored = sorted({*sidecars.ignored, *other_files} - used_names)
     carried = tuple(name for name in sidecars.carried if name not in used_names)
     return replace(container, storage=files, carried=carried, ignored=tuple(ignored))

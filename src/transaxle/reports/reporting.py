@@ -56,6 +56,7 @@ def report(
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
     decode: DType | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,

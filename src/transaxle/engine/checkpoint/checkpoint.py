@@ -571,7 +571,7 @@ def open_checkpoint(
     source = read_path("path", path)
     user_settings = settings(**options)
     cutter, naming = partial(_cut_over_ranks, user_settings), partial(_parameter_names, user_settings)
-    choices = user_settings.format, user_settings.weights, cutter, user_settings.optimizer
+    choices = user_settings.format, user_settings.weights, cutter, user_settings.optimizer, user_settings.ranks
     container = open_container(source, *choices, average=user_settings.average, lenient=lenient, naming=naming)
     container = with_hash_witness(container)
     if describes_codes(container.metadata):

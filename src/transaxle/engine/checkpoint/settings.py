@@ -62,6 +62,8 @@ class Settings(msgspec.Struct, frozen=True):
     """Whether to include optimizer state; None means yes, except when `safetensors:hf` is written."""
     average: bool = False
     """Whether replicas of a DeepSpeed checkpoint that differ between ranks are replaced by their mean."""
+    ranks: str | None = None
+    """Template for the names of the files of ranks, such as `model_rank{}.pt`; None: verl's names."""
     partial: bool = False
     """Whether the source is deliberately part of a model (of one rank or pipeline stage), so that tensors may be
     missing.
@@ -85,6 +87,7 @@ def settings(
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
+    ranks: str | None = None,
 ) -> Settings:
     """Build `Settings` from the user's arguments.
 
@@ -100,6 +103,7 @@ def settings(
         optimizer: whether to include optimizer state; None means yes, except when `safetensors:hf` is written.
         average: whether to replace replicated parameters of a DeepSpeed checkpoint that differ between ranks by their
             mean.
+        ranks: template for the names of the files of ranks, with `{}` for the rank.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -133,6 +137,7 @@ def settings(
         weights,
         optimizer,
         average,
+        read_optional_text("ranks", ranks, "model_rank{}.pt"),
         files=tuple(path for path in (config_source, table) if isinstance(path, str)),
     )
 

@@ -486,7 +486,11 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
     if owned.missing:
         message = f"no rank holds {owned.missing} of its elements"
         raise refuse("INCOMPLETE", message, file=shards[0].file, tensor=name)
-    chunks = tuple(extent for read in owned.blocks_to_read for extent in _block_extents(shards, read, read.block.start))
+    chunks = tuple(
+        extent
+        for read in owned.blocks_to_read
+        for extent in block_extents(shards[read.rank], read.block, read.block.start)
+    )
     twins = [
         Twin(
             _block_entry(name, dtype, shards, first),
@@ -506,12 +510,11 @@ def full_spread(shards: Sequence[RankShard]) -> Spread:
 
 def _block_entry(name: str, dtype: str, shards: Sequence[RankShard], holding: RankBlock) -> Entry:
     origin = (0,) * len(holding.block.shape)
-    return Entry(name, dtype, holding.block.shape, tuple(_block_extents(shards, holding, origin)))
+    return Entry(name, dtype, holding.block.shape, tuple(block_extents(shards[holding.rank], holding.block, origin)))
 
 
-def _block_extents(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Iterator[Extent]:
-    """Yield the extents of a rank's block, as extents of a tensor in which the block begins at index `start`."""
-    shard, block = shards[holding.rank], holding.block
+def block_extents(shard: RankShard, block: ShardBlock, start: Shape) -> Iterator[Extent]:
+    """Yield the extents of a rank's block as extents of a tensor in which the block begins at index `start`."""
     for extent in shard.extents:
         low = tuple(map(max, extent.start, block.at))
         high = tuple(

@@ -83,9 +83,18 @@ _TORCH = {
     "torch.nested._internal.nested_tensor": ("NestedTensor", "_rebuild_njt"),
     "torch.serialization": ("_get_layout",),
     "torch.storage": ("_load_from_bytes",),
+    "torch.distributed._mesh_layout": ("_FlatLayout", "_MeshLayout"),
+    "torch.distributed._shard.metadata": ("ShardMetadata",),
+    "torch.distributed._shard.sharded_tensor.api": ("ShardedTensor", "ShardedTensor.ProcessGroupState"),
+    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "ShardedTensorMetadata",
+                                                         "TensorProperties"),
+    "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
+    "torch.distributed._shard.sharding_spec.api": ("EnumerableShardingSpec",),
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": ("ChunkShardingSpec",),
     "torch.distributed.device_mesh": ("DeviceMesh",),
+    "torch.distributed.remote_device": ("_remote_device",),
     "torch.distributed.tensor": ("DTensor",),
-    "torch.distributed.tensor._dtensor_spec": ("DTensorSpec", "TensorMeta"),
+    "torch.distributed.tensor._dtensor_spec": ("DTensorSpec", "ShardOrderEntry", "TensorMeta"),
     "torch.distributed.tensor.placement_types": ("Partial", "Replicate", "Shard", "_StridedShard"),
 }  # fmt: skip
 _DEEPSPEED = {
@@ -104,7 +113,10 @@ _DEEPSPEED = {
 
 TENSORS = frozenset(
     [("torch._utils", name) for name in _TORCH["torch._utils"]]
-    + [("torch.distributed.tensor", "DTensor")]
+    + [
+        ("torch.distributed.tensor", "DTensor"),
+        ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+    ]
     + [("torch.nested._internal.nested_tensor", name) for name in _TORCH["torch.nested._internal.nested_tensor"]]
     + [("torch.nn.parameter", name) for name in _TORCH["torch.nn.parameter"]]
     + list(transformer_engine.TENSORS)

@@ -1,0 +1,1 @@
+"""Folders of torch files, one for each rank of a training job."""
