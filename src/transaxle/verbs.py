@@ -576,11 +576,7 @@ def convert(
 
 
 def _refuse_unverified(report: Report, verification: Verification) -> None:
-    """Raise an error if the result of a conversion, read back, was not what it should be.
-
-    Raises:
-        Unverified: if the result does not equal the source.
-    """
+    """Raise `Unverified` if the result of a conversion, read back, does not equal the source."""
     from transaxle.engine.read_back import refuse_unequal
 
     try:
