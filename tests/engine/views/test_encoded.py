@@ -306,7 +306,10 @@ def test_one_scale_for_a_fused_tensor_needs_equal_ones(tmp_path: Path) -> None:
     with pytest.raises(tx.TransaxleError, match="UNEQUAL_COPIES") as caught:
         tx.convert(other, tmp_path / "x", to="megatron")
     assert "linear_fc1.weight_scale_inv" in str(caught.value)
-    assert all(refusal.hint.startswith("Choose a dialect that keeps") for refusal in caught.value.refusals)
+    assert all(
+        refusal.hint.startswith("Choose a dialect that stores these tensors separately")
+        for refusal in caught.value.refusals
+    )
     pairs = [refusal.message.split("for the tensors of ")[1].split(",")[0] for refusal in caught.value.refusals]
     assert pairs == ["q_proj and k_proj", "q_proj and v_proj", "gate_proj and up_proj"]
     assert not (tmp_path / "x").exists()
