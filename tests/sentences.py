@@ -2,6 +2,7 @@
 
 `python -m tests.sentences --seed 50` prints 80 of them: docstrings, documentation of fields, comments, and texts that
 users read. A reader grades each one, with its place and its name: clear at first reading, at the second, or a riddle.
+`--context` shows what a reader of the code sees: the module's first sentence, the signature, and the whole text.
 """
 
 from __future__ import annotations
@@ -21,17 +22,42 @@ _SHORTEST = 12
 
 
 def main() -> None:
-    """Print sentences drawn by a seed: first a module, then one of its sentences."""
+    """Print sentences drawn by a seed: first a module, then one of its sentences, none twice."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=80)
+    parser.add_argument("--context", action="store_true", help="show the text that contains each sentence")
     options = parser.parse_args()
     drawing = random.Random(options.seed)
     modules = {path: sentences for path in sorted(PACKAGE.rglob("*.py")) if (sentences := [*_sentences(path)])}
     for number in range(1, options.count + 1):
-        path = drawing.choice([*modules])
-        line, name, text = drawing.choice(modules[path])
-        print(f"{number:3} {path.relative_to(PACKAGE)}:{line} {name}\n    {text}")  # noqa: T201
+        path = drawing.choice([path for path, sentences in modules.items() if sentences])
+        line, name, text = modules[path].pop(drawing.randrange(len(modules[path])))
+        shown = _in_context(path, line, name, text) if options.context else f"{name}\n    {text}"
+        print(f"{number:3} {path.relative_to(PACKAGE)}:{line} {shown}")  # noqa: T201
+
+
+def _in_context(path: Path, line: int, name: str, sentence: str) -> str:
+    """Return the module's first sentence, what the text documents, and the text with the sentence between >> and <<."""
+    source = path.read_text("utf-8")
+    tree = ast.parse(source)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    heads = []
+    for node in statements:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+            node.decorator_list = []
+            heads.append(f"\n    in {ast.unparse(node).partition(chr(10))[0]}")
+    first, last = line, max((node.end_lineno or 0 for node in statements if node.lineno == line), default=line)
+    if name in {"comment", "text"}:
+        first, last = max(line - 2, 1), line + 1 + len(sentence) // 80
+    else:
+        fields = [node for node in statements if isinstance(node, ast.Assign | ast.AnnAssign)]
+        first = min((node.lineno for node in fields if node.end_lineno == line - 1), default=line)
+    text = "\n".join(source.splitlines()[first - 1 : last])
+    words = r'["\s#]+'.join(map(re.escape, sentence.split()))
+    marked = re.sub(words, lambda match: f">>{match.group()}<<", text, count=1)
+    about = " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
+    return f"({about}){''.join(heads)}\n{marked}"
 
 
 def _sentences(path: Path) -> Iterator[tuple[int, str, str]]:
