@@ -441,7 +441,7 @@ def inside(cell: Cell, shape: Sequence[int]) -> Cell:
 
 
 def count_inside(cell: Cell, shape: Sequence[int]) -> int:
-    """Return the number of a cell's rows that a tensor of this shape has too."""
+    """Return how many rows of a cell are inside a tensor of this shape."""
     ((start, stop),) = inside(cell, shape)[0]
     return stop - start
 

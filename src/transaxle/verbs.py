@@ -66,7 +66,9 @@ class Watch(Protocol):
         """Show an activity while the `with` block runs."""
 
     def opened(self, *checkpoints: Checkpoint) -> None:
-        """Receive the checkpoints that the function has opened, and closes when it ends."""
+        """Receive the checkpoints that the public function has opened; the function closes these checkpoints when it
+        ends.
+        """
 
     def planned(self, cleared: CheckedPlan) -> None:
         """Receive the plan of a conversion, with all reasons against carrying it out."""
@@ -82,7 +84,7 @@ class _Unwatched:
     """A `Watch` that ignores all calls."""
 
     def state(self, consequence: str, way_on: str = "") -> None:
-        """Ignore the consequence."""
+        """Ignore the text that would be shown after a failure."""
 
     def working(self, activity: str) -> AbstractContextManager[None]:  # noqa: ARG002
         """Ignore the activity."""

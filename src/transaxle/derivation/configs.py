@@ -312,8 +312,8 @@ def condition(presences: Sequence[Presence], hints: Sequence[str] = (), *, caref
 
 
 def _unlikely(text: str) -> tuple[bool, bool, int]:
-    """Return a sort key that puts unlikely statements last, such as a flag for ties in the condition of an untied
-    tensor.
+    """Return a sort key that sorts unlikely conditions last: conditions that depend on `tie_word_embeddings`, negated
+    conditions, and conditions on nested config keys.
     """
     return "tie_word_embeddings" in text, text.startswith("not "), text.count(".")
 

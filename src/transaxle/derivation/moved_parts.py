@@ -231,7 +231,9 @@ class Part:
     instances: list[Instance] = field(default_factory=list)
     """The part's instances at all indices, in all traces."""
     axes: dict[Coordinate, Place] = field(default_factory=dict)
-    """Place of an index -> axis, identified by the first place in names that has the index."""
+    """Place of an index (in a name or a dim) -> axis. An axis is identified by the first place in names where its index
+    occurs.
+    """
 
     def in_dim(self, side: str, dim: int) -> Place | None:
         """Return the axis whose index runs along a whole dim in one dialect; None if there is no such axis."""
@@ -366,7 +368,9 @@ def _place(part: Part, coordinate: Coordinate) -> Place | None:
 def _partner(
     part: Part, coordinate: Coordinate, candidates: Sequence[Coordinate], axes: DisjointSets[Place]
 ) -> Coordinate | None:
-    """Return the place in the other dialect whose index always has the same value; None if there is no such place."""
+    """Return the place, in the second dialect, of the index that always has the same value as the index at
+    `coordinate`; None if there is no such place.
+    """
     fitting = [candidate for candidate in candidates if IN_NAME in (coordinate[0], candidate[0])]
     if not fitting:
         return None
@@ -424,7 +428,9 @@ class Dim:
 
 @dataclass(frozen=True)
 class Layout:
-    """The dims of a stored tensor, like the expression in a mapping rule, but with unnamed axes."""
+    """How logical tensors form the dims of a stored tensor, as the expression of a mapping rule states it, but with
+    axes that have no names yet.
+    """
 
     parts: tuple[int, ...]
     """Indices of the parts (logical tensors) in the stored tensor."""

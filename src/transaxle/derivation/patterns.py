@@ -63,7 +63,9 @@ class Pattern:
         return self.side, _DIGITS.sub(HOLE, self.text), before.count(HOLE)
 
     def numbering_place(self, at: int) -> Place:
-        """Return the place of the pattern's index at position `at`, in the form that `Numbering.ahead` has."""
+        """Return the place of the pattern's index number `at` as `(side, text before the index)`, with `{}` for every
+        number, as the keys of `Numbering.ahead` are.
+        """
         return self.side, _DIGITS.sub(HOLE, self.places[at][1])
 
 

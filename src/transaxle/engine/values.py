@@ -34,7 +34,7 @@ _LIMB = 32
 _COUNTED_BYTES = 2
 """Largest size of an element, in bytes, for which the occurrences of every code are counted."""
 _DIGITS = 16
-"""Largest number of mantissa bits of the dtypes with at most 16 bits; 16-bit integers have it."""
+"""Largest number of mantissa bits among the dtypes with at most 16 bits: that of 16-bit integers."""
 _ABOVE_ALL, _BELOW_ALL = (1 << 63) - 1, -1 << 63
 Doubles = npt.NDArray[np.float64]
 Codes = npt.NDArray[Any]
@@ -144,7 +144,9 @@ class _CodeTable:
     mask: int
     """Mask that removes the sign from a code."""
     last: int | None
-    """Largest finite code without its sign, if codes without sign are ordered like their magnitudes; otherwise None."""
+    """Largest finite code after removing the sign bit, if such codes are ordered as the magnitudes of their values are;
+    otherwise None.
+    """
     whole: bool
     """Whether the dtype is a signed integer."""
 
@@ -515,7 +517,7 @@ def measure_values(checkpoint: Checkpoint, limit: Limits, progress: Progress = n
 
 def _has_numbers(tensor: StoredTensor) -> bool:
     kind = numpy_dtype(tensor.dtype)
-    # Complex numbers of half precision have a structured numpy dtype, with field names.
+    # Complex numbers of half precision count as no numbers: their numpy dtype is a structure with named fields.
     return ITEM_BITS.get(tensor.dtype, 8) >= 8 and kind.kind in "fiuVb" and not kind.names
 
 

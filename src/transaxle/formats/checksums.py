@@ -309,9 +309,9 @@ class Witness(Overlay):
     def _check_share(self, checksum: Checksum, shared: int, share: int, cover: int) -> None:
         """Check a range by the contributions of its short runs, if these include each byte of the range exactly once.
 
-        If a byte was read twice and a different byte never, the range stays unchecked and is read again later. `share`
-        alone cannot show whether bytes are missing, because zero bytes contribute nothing to it, and bytes that were
-        read twice cancel out.
+        If a byte was read twice and a different byte never, the range stays unchecked and is read again later. The
+        contributions in `share` alone cannot show whether bytes are missing: zero bytes contribute nothing, and the
+        contributions of a byte that was read twice cancel out.
         """
         if shared != checksum.size or checksum in self._results or cover != _cover(checksum.size, ()):
             return

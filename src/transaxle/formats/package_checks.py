@@ -243,7 +243,7 @@ def _check_file(checks: _Checks, kind: Format, file: Any, size: Any) -> None:
 
 
 def _add_tensor_ranges(checks: _Checks, entry: Entry, ranges: Mapping[str, list[_Range]]) -> None:
-    """Record a tensor's byte ranges; a tensor to be written must consist of chunks that are consecutive runs of its
+    """Record a tensor's byte ranges, and refuse a tensor unless its chunks, in order, are consecutive sections of its
     row-major bytes.
     """
     for before, extent in _nonempty_chunks(entry):

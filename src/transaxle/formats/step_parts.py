@@ -59,7 +59,9 @@ def weights_folders(folder: Folder) -> list[str]:
 
 
 def with_model_files(folder: Folder) -> Storage:
-    """Return a folder's storage, with the model's config and tokenizer files of a sub-folder for them added."""
+    """Return a storage in which the folder also contains the model's config and tokenizer files, if a sub-folder has
+    them.
+    """
     storage = folder.storage
     lifted = {
         name: f"{folder.inside}{inner}/{name}"
@@ -89,11 +91,11 @@ def with_parts(
     Args:
         weights: the checkpoint of the weights.
         folder: storage of the step folder.
-        part: the sub-folder with the weights; None: they are in the step folder itself.
+        part: name of the sub-folder with the weights; None means that the weights are in the step folder itself.
         open_part: function that opens the other files and sub-folders of the step folder.
-        naming: function that names numbered parameters; None: the optimizer's state was not requested.
+        naming: function that names numbered parameters; None means that the optimizer's state was not requested.
         sets: the sets of rank files in the step folder.
-        without_state: skip the optimizer's state.
+        without_state: whether to skip the optimizer's state.
     """
     complete = without_state or any(name.startswith(OPTIMIZER) for name in weights.entries)
     members = [] if complete else [*_state_members(folder), *filter(None, [sets.optimizer])]

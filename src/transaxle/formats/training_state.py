@@ -335,7 +335,9 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     kind: LeafKind
     """Kind of the value: a tensor, a number, an empty dict or list, or anything else."""
     value: Any = None
-    """The value itself, as the format's reader represents it; for `params` and `param_names` it is the list."""
+    """The value itself, as the format's reader represents it. For the keys `params` and `param_names` of a parameter
+    group, it is the whole list.
+    """
     what: str = ""
     """Description of a value that cannot be read."""
 
@@ -612,8 +614,8 @@ def _inside(key: str | int) -> bool:
 
 
 def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
-    """Yield the prefixes of a value's key path that must be the path of an optimizer, as the keys after the prefix
-    show.
+    """Yield each prefix of a value's key path that is the path of an optimizer's state dict; the keys after the prefix,
+    such as `param_groups`, show this.
     """
     path = leaf.path
     for at, key in enumerate(path):

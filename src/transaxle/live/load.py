@@ -391,7 +391,7 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
         first_target, second_target = plan.targets[first], plan.targets[second]
         if (first_target.shape, first_target.positions) == (second_target.shape, second_target.positions):
             checks += _plan_tie_check(first, second, plan.stored, problems)
-        # If only some ranks have both tensors in the same memory, `find_overlapping` treats the two tensors as
+        # Tensors that share memory on some ranks only are handled by `find_overlapping`, which treats them as
         # overlapping.
     for first, second in sorted(plan.same_state):
         checks += _plan_tie_check(first, second, plan.stored, problems)

@@ -173,8 +173,8 @@ def _mark_initialised(model: nn.Module, anew: Container[int]) -> Iterator[None]:
 
 
 def _initialise(module: nn.Module, init: Init | None, owners: Container[nn.Module]) -> bool:
-    """Initialise some modules and the modules that contain them as transformers does: innermost module first, each with
-    the initialising method of its model.
+    """Initialise some modules and the modules that contain them as transformers does: innermost modules first, and each
+    module with the method of the transformers model to which it belongs.
 
     Args:
         module: the model, or a submodule of it.

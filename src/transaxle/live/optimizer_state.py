@@ -291,8 +291,9 @@ _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, floa
 _STATE, _DEFAULTS, _STEP, _RATE = "state", "defaults", "step", "lr"
 _HOOKS = "_optimizer_"
 _OFF = ("foreach", "fused", "capturable")
-"""Settings that are off in a twin, because they need a GPU or a special kernel. The settings that are off do not affect
-which state exists.
+"""Settings that are turned off in a twin (a copy of an optimizer that makes one step on a small parameter, which shows
+what state a step creates), because they need a GPU or a special kernel. These settings do not affect which state
+exists.
 """
 _TWIN_SIZE = 2
 """Size of each dim of the small parameter on which a twin makes a step."""

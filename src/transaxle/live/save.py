@@ -311,7 +311,7 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
     for number in from_several:
         size, rank = tensors[number].nbytes, load.least()
         if size > _FOLDED and load[rank] + size > fair + _FOLDED:
-            writers[number] = ()  # otherwise one rank would still be writing this tensor while all others wait
+            writers[number] = ()  # all ranks write this large tensor, so that none waits for another
             for writer in world.ranks:
                 load.add(writer, size // world.size)
         else:
@@ -749,7 +749,8 @@ def _read_back(target: str, world: World) -> Verification:
 def add_unfinished(target: str, wait: Callable[[], object]) -> None:
     """Make later saves to a target wait for a background save that has begun.
 
-    Without this, the background save might be committed last, and its older values would replace newer values.
+    If a later save did not wait, the background save might be committed after it, and older values would replace newer
+    values.
 
     Args:
         target: folder or URL, as the user typed it.

@@ -421,8 +421,8 @@ class _Adapter:
     def _check_alike(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse new tensors with different values for the same value of the state, such as a shared step.
 
-        To test this, all values are written into copies of the source tensors. A value that reads back differently was
-        overwritten by a second value.
+        To test this, all values are written into copies of the source tensors. If a value is different when it is read
+        back, a second new tensor has overwritten it.
 
         Raises:
             Refused: with code UNEQUAL_COPIES, if two values for the same value of the state differ.
@@ -447,8 +447,8 @@ class _Adapter:
             raise gathered(problems)
 
     def _numbers(self) -> dict[str, str]:
-        """Return name of a 0-d tensor (a step) -> name of the 0-d tensor that represents it in the target dialect,
-        where several share one entry.
+        """Return, for 0-d tensors (steps) that share one entry in the target dialect, name -> name of the 0-d tensor
+        that is stored in this entry.
         """
         checks = [check for check in self._view.checks if not check.zero]
         pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]

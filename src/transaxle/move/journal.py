@@ -192,7 +192,7 @@ class Places:
     """The places of an item's bytes in files; a tensor that stacks all experts may have one place for each expert.
 
     Args:
-        places: the transfers that would read the item from its files, in any order.
+        places: the transfers that would read the item's bytes from the files; their order does not matter.
     """
 
     def __init__(self, places: Sequence[Transfer]) -> None:

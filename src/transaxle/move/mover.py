@@ -179,7 +179,7 @@ class Movement:
                 self._sink.add_take(worker.steps, item.key, at, block)
             worker.steps.then(partial(self._count_delivered, item, stop - start))
         else:
-            worker.steps.run()  # pending steps may still read the block filled next
+            worker.steps.run()  # the pending steps may read the block that is filled next, so they run first
             at = start
             for block in item.blocks(worker):
                 self._sink.take(item.key, at, block)
@@ -257,8 +257,8 @@ class _RangeExchange:
         return received
 
     def _deliver(self, item_range: ItemRange, packs: Mapping[int, Bytes | None]) -> None:
-        """Pass a range to the sink: received whole, read by this rank, or assembled from the packed bytes of several
-        ranks.
+        """Pass an item range to the sink. If several ranks have sent packed bytes of the range, or this rank has read
+        it, the bytes are first assembled.
         """
         key, sink = item_range.item.key, self._sink
         # None if the range must be assembled from the packed bytes of several ranks, or if this rank reads the range
@@ -412,8 +412,8 @@ def _cut_item(item: Item, busy: Load, owner: Owner) -> Iterator[ItemRange]:
         copies: dict[int, list[Transfer]] = {}
         for part in parts:
             copies.setdefault(owner(part.file), []).append(part)
-        # Without target ranks, the range is received by a rank that has a part of it; a range that is only padding, by
-        # any rank.
+        # If the item has no target ranks, the range is sent to a rank that already has a part of the range, or to any
+        # rank if the range contains only padding.
         target_ranks = item.target_ranks or (busy.add(busy.least(copies or busy), stop - start),)
         yield ItemRange(item, start, stop, tuple(copies), target_ranks, copies)
 

@@ -358,8 +358,8 @@ class Scratch:
 
     def reads_runs(self, transfer: Transfer) -> bool:
         """Return whether to read each run directly to its place: runs must be far apart, and none may be read twice."""
-        # The innermost loop in the source decides. If neighbouring runs are too far apart to be read together, so are
-        # all other runs.
+        # Only the loop with the smallest source stride is examined: if two neighbouring runs are too far apart to be
+        # read together, so are any two runs.
         times, step, into = min(transfer.loops, key=lambda loop: loop[1])
         if not step:
             return False

@@ -119,7 +119,7 @@ def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
     start, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage()
     size = step * len(parameters)
     if not step or start + size > storage.data_ptr() + storage.nbytes():
-        return False  # adjacent by chance: not in one storage
+        return False  # the parameters are adjacent by chance, but are not in one storage
     places = [parameter.data_ptr() for parameter in parameters]
     return places == list(range(start, start + size, step)) and all(
         parameter.is_contiguous() for parameter in parameters

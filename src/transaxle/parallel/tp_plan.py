@@ -204,8 +204,8 @@ def share_out(
         widths: number of indices of each rank, if the user specified these numbers; otherwise None.
 
     Returns:
-        The ranges of `torch.chunk`. If these would leave a rank without indices, ranges whose sizes differ by at most
-        one.
+        The ranges of indices into which `torch.chunk` divides the axis; if a rank would then have no index, ranges
+        whose sizes differ by at most one.
 
     Raises:
         Refused: with the code SHAPE_MISMATCH if a rank would have no index, or the sum of `widths` is not the size of

@@ -341,8 +341,8 @@ def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: bool | None) -> QuantizedTensor:
-    """Return a quantized tensor of zeros. A shape of three dims creates a stack of matrices. In a shape of fewer dims,
-    the last dim is the row; an empty shape means one element.
+    """Return a quantized tensor of zeros. A shape of three dims creates a stack of matrices. A shape of fewer dims
+    creates one matrix whose rows have the length of the last dim; an empty shape creates a matrix with one element.
 
     If the new tensor has rows of the same length as the given tensor, and at most as many, the new tensor may become a
     part of the same matrix. So the new tensor gets the given tensor's position and shared buffers, because FSDP2 copies
@@ -509,7 +509,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors  # the weight may be values: `save_on_cpu(pin_memory=True)` copies no codes
+        x, weight = ctx.saved_tensors  # `save_on_cpu(pin_memory=True)` saves a weight's plain values
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
         needs_x, needs_weight = ctx.needs_input_grad
         float8 = isinstance(weight, QuantizedTensor) and multiplies(x, weight)

@@ -142,8 +142,8 @@ def _remote_bytes(item: Item, owner: Owner, rank: int) -> int:
 
 
 def _grain(capacity: int, target_ranks: int) -> int:
-    """Return the largest range size for which enough ranges for one round, sent to every receiver, fit into
-    `capacity`.
+    """Return the size of item ranges in bytes: as large as possible, while `_RANGES_PER_ROUND` ranges for each of the
+    receivers fit into `capacity` bytes.
     """
     return min(
         RANGE_BYTES,

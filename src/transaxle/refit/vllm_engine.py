@@ -237,7 +237,9 @@ def _find_slots(model: nn.Module) -> Iterator[tuple[str, _Slot]]:
 
 
 def _twins(slots: Mapping[str, _Slot], table_names: Collection[str]) -> dict[str, str]:
-    """Return, for tied parameters, name -> first name of the same tensor that the table of tensor names contains."""
+    """Return, for each further name of a tied parameter, name -> the name under which the table of tensor names lists
+    the same tensor first.
+    """
     first: dict[int, str] = {}
     for name in table_names:
         if slots[name].live is not None:

@@ -28,8 +28,8 @@ _CHANGED = (0.001, 0.01, 0.1, 0.5, 1)
 _NO_LAYER = "no layer"
 _EXPONENT_BIAS = 1023
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -40, 12
-"""Exponents of two between which the histogram has bars; all smaller differences have a common bar, and so have all
-larger ones.
+"""Smallest and largest power of two, as exponents, that has a bar of its own in the histogram. All smaller differences
+share one bar, and all larger differences share one bar.
 """
 
 

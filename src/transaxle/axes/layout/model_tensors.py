@@ -81,8 +81,8 @@ class Model:
         absent.
 
         The condition of a tensor may depend on the presence of other tensors, even in a circle. Tensors whose
-        conditions refer only to one another count as absent. The rule for such circles excludes multi-token-prediction
-        layers, which trainers and inference engines keep separately.
+        conditions refer only to one another count as absent. These are the tensors of multi-token-prediction layers,
+        which trainers and inference engines keep separately.
 
         Raises:
             UsageError: with the code UNKNOWN_AXIS if the config does not show the number of layers.

@@ -208,7 +208,7 @@ def _below(first: Hole, second: Hole, family: Family) -> bool:
 
 
 def _index(line: Line, name: str) -> dict[str, int]:
-    """Return the indices of a rule's axes in a stored name, as far as the rules file determines them without a
+    """Return axis -> index, for the axes of a mapping rule whose index in a stored name can be computed without a
     config.
     """
     index = {}

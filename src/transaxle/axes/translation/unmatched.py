@@ -353,7 +353,9 @@ _ASKED = 300_000
 HEAD = frozenset({"head", "head_bias", "lm_head"})
 """Names of the logical tensors in the language-model head."""
 _IN_ITS_PLACE = frozenset({"score.weight", "classifier.weight", "qa_outputs.weight"})
-"""Names of tensors in heads that classify texts or tokens, or find answers; these tensors keep their names."""
+"""Names of tensors in heads that a model may have instead of the language-model head: heads that classify texts or
+tokens, or find answers. These tensors keep their names.
+"""
 _BELOW_ADAPTERS = ".base_layer."
 """Name segment that peft inserts into the names of weights with adapters."""
 _ADAPTED = (

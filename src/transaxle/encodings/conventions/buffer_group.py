@@ -64,7 +64,8 @@ _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1))
 names.
 """
 _OTHERS = ("weight_zero_point", "weight_g_idx")
-"""Names of buffers whose presence means that values are more than code x scale (zero points, reordered groups)."""
+"""Name segments of buffers (zero points, group indices) whose presence means that a value is not simply code x scale.
+"""
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 SPEAKING = CODES | _INTEGERS
 """Dtypes that codes may have, in supported and in unsupported encodings."""
@@ -519,8 +520,8 @@ def may_scale(name: str, entry: StoredBuffer, codes: StoredBuffer, *, deeper: bo
         return False
     if _OF_QUANTIZERS.fullmatch(_last_segment(name)) or (codes.dtype not in _INTEGERS and not deeper):
         return True
-    # A weight's codes have as many dims as the weight, and at least as many elements as the scales. A table of numbers
-    # may have fewer.
+    # A weight's codes have as many dims as the weight, and at least as many elements as the scales. Integers that are
+    # no codes, such as a lookup table, may have fewer dims or elements.
     return not deeper and len(codes.shape) > 1 and prod(entry.shape) <= prod(codes.shape)
 
 

@@ -81,7 +81,7 @@ class Expressions:
         if not self.match(name):
             return []
         numbers: list[int] | None = self._search(self._each.Match, self._read(name))
-        if numbers is None:  # the automaton that finds which ones match is too large
+        if numbers is None:  # RE2's automaton that finds which expressions match would be too large
             raise PatternError("there are too many expressions to tell which of them match")
         return sorted(numbers)
 

@@ -78,8 +78,8 @@ def rank_parts(
     Args:
         checkpoint: the source checkpoint.
         dialect: dialect of the target.
-        names: names of the tensors to write. The result lacks names that the dialect does not have, and padded tensors,
-            which are divided later.
+        names: names of the tensors to write. The result omits names that the dialect does not have. It also omits
+            padded tensors, which are divided among ranks later.
         ranks: number of tensor-parallel ranks.
         axes: axis -> size taken from tensor shapes, for axes whose size no config states.
         problems: list to which refusals of parameters that cannot be divided evenly are added.

@@ -52,7 +52,9 @@ from transaxle.formats.training_state import Leaf
 
 _SERIAL = ".data/serialization_id"
 _MAX_SKELETONS = 10_000
-"""Maximum number of skeletons that are remembered; a checkpoint has a few hundred."""
+"""Maximum number of archive skeletons (an archive's bytes without tensor, checksums and serial number) that are
+remembered; a usual checkpoint has a few hundred.
+"""
 _MAX_ARRANGEMENTS = 8
 """Maximum number of arrangements (see `_Arrangement`) that are tried for archives of one length."""
 _MAX_WHOLE_READ = 1 << 14
@@ -560,7 +562,9 @@ class Payloads:
                     reached, holder = end, key
 
     def _inside(self, key: str, payload: Payload) -> bool:
-        """Return whether a byte range is inside its file; if not, add a fault unless the missing file has one."""
+        """Return whether a byte range is inside its file. If the file is too short, add a fault; a missing file already
+        has a fault.
+        """
         size = self._sizes.get(payload.file)
         if size is not None and payload.offset + payload.length > size:
             end = payload.offset + payload.length

@@ -105,7 +105,7 @@ def order_key(name: str, layer: int | None, expert: int | None, order: Order) ->
         name: name of the stored tensor.
         layer: index along the tensor's layer dim; None if the tensor does not stack layers.
         expert: index along the tensor's expert dim; None if the tensor does not stack experts.
-        order: the two choices in the order that names do not show.
+        order: the choices in a module's parameter order that tensor names do not show; see `Order`.
 
     Raises:
         UnknownOrderError: if a segment of the name is unknown.
@@ -266,7 +266,7 @@ class Model:
 
         Args:
             part_range: indices of the model parts that the rank has.
-            order: the two choices in the order that names do not show.
+            order: the choices in a module's parameter order that tensor names do not show; see `Order`.
             experts: numbers of the experts that the rank has; None for all experts.
             experts_only: True to return only the parameters of experts; False to leave these out; None to return all
                 parameters.

@@ -1,4 +1,6 @@
-"""The names of rank files, by which they are grouped: the files of the model, of the optimizer, and of other state."""
+"""Groups the rank files in a folder by their names, into files of the model, of the optimizer, and of other training
+state.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _OPTIMIZERS, _OTHERS = ("optimizer", "optim"), ("extra_state", "extra")
 
 
 class RankSets(NamedTuple):
-    """The sets of rank files in a folder, each by the name of one of its files; empty if the folder has no such set."""
+    """The sets of rank files in a folder. Each set has one file per rank, and is represented by the name of one of its
+    files; the name is empty if the folder has no such set.
+    """
 
     model: str
     optimizer: str
@@ -30,7 +34,7 @@ def check_template(template: str) -> None:
     """Refuse a template that does not have exactly one place for the rank.
 
     Raises:
-        UsageError: AMBIGUOUS, if the template has no place for the rank, or several.
+        UsageError: with the code AMBIGUOUS if the template has no place for the rank, or several.
     """
     if template.count("{}") + template.count("{rank}") != 1 or "/" in template:
         message = f"the template {template!r} of file names needs one {{}}, for the rank, and no folder"
@@ -42,8 +46,8 @@ def rank_sets(names: Sequence[str], template: str | None) -> RankSets:
 
     Args:
         names: names of files.
-        template: the user's template for the names of the model's files; the optimizer's are named alike, with `optim`
-            or `optimizer` instead of `model`.
+        template: the user's template for the names of the model's files. The names of the optimizer's files are the
+            same, with `optim` or `optimizer` instead of `model`.
     """
     model = template or "model_world_size_{world}_rank_{rank}.pt"
 
@@ -59,11 +63,13 @@ def rank_sets(names: Sequence[str], template: str | None) -> RankSets:
 
 
 def names_like(member: str, template: str | None) -> re.Pattern[str]:
-    """Return the pattern of the names of all ranks' files, with a group `rank`, and `world` if they name their number.
+    """Return a pattern that matches the names of all ranks' files. Its group `rank` is the rank; a group `world` is the
+    number of ranks, if the names contain it.
 
     Args:
         member: name of one of the files.
-        template: the user's template, in which `{}` or `{rank}` stands for the rank, and `{world}` for their number.
+        template: the user's template for the names, in which `{}` or `{rank}` stands for the rank, and `{world}` for
+            the number of ranks.
     """
     if template is not None:
         text = (
@@ -88,7 +94,8 @@ def rank_files(names: Sequence[str], template: re.Pattern[str]) -> dict[int, str
         template: pattern of the names, whose group `rank` is the rank.
 
     Raises:
-        Refused: INCOMPLETE if the files of some ranks are missing; CORRUPT if two files have the same rank.
+        Refused: with the code INCOMPLETE if the files of some ranks are missing; with the code CORRUPT if two files
+            have the same rank.
     """
     files: dict[int, str] = {}
     worlds: dict[int, str] = {}

@@ -1,12 +1,13 @@
 """The part of a tensor that one rank saved with `torch.save`: a plain tensor, a DTensor, or FSDP1's ShardedTensor.
 
 A pickled DTensor records the rank's local tensor, the whole tensor's shape and strides, a device mesh, and one
-placement for each mesh dim. From these follow the boxes of the whole tensor that the local tensor consists of: the cuts
-of `axes.geometry`, one for each mesh dim. A pickled ShardedTensor lists its boxes itself.
+placement for each mesh dim. This module computes from the record which boxes of the whole tensor the local tensor
+consists of. Each mesh dim cuts the tensor by a chunk rule of `axes.geometry`. A pickled ShardedTensor lists its boxes
+itself.
 
-torch has changed the pickled form of a device mesh: up to release 2.9 it is a tensor of ranks (`mesh`); since then it
-is a list of all ranks (`_rank_map`) and a layout, sizes and strides for each mesh dim, that selects the ranks of this
-mesh.
+torch has changed the pickled form of a device mesh. Up to release 2.9, a pickled mesh contains a tensor of ranks
+(`mesh`). Since then, it contains a list of all ranks (`_rank_map`) and a layout (sizes and strides for each mesh dim),
+which selects the ranks of the mesh from the list.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTensor:
-    """One rank's part of a tensor."""
+    """The part of one tensor that one rank has saved."""
 
     entry: Entry
     """The local tensor, with the place of its bytes in the rank's file."""
@@ -88,15 +89,15 @@ class RankTensorReader:
 
     Args:
         file: name of the rank's file.
-        rank: the rank.
-        read_ranks: function that reads a tensor of ranks.
+        rank: number of the rank.
+        read_ranks: function that reads the ranks of a device mesh from a pickled tensor.
     """
 
     file: str
     rank: int
     read_ranks: ReadRanks
     _meshes: dict[int, Mesh] = field(default_factory=dict)
-    """Maps the identity of a pickled mesh, which all tensors share, to the mesh."""
+    """`id` of a pickled mesh -> the parsed mesh. All tensors of a file share one pickled mesh."""
 
     def read(self, name: str, value: TensorRef | Object) -> RankTensor:
         """Return the rank's part of a tensor.
@@ -106,8 +107,8 @@ class RankTensorReader:
             value: description of the tensor in the rank's pickle.
 
         Raises:
-            ViewFault: CORRUPT if the description contradicts itself or the rank; UNSUPPORTED for tensors of other
-                kinds, and for DTensors with a `Partial` placement.
+            ViewFault: with the code CORRUPT if the description contradicts itself or the rank; with the code
+                UNSUPPORTED for tensors of further kinds, and for DTensors with a `Partial` placement.
         """
         kind = value.cls.name if isinstance(value, Object) else ""
         if kind == "DTensor":
@@ -146,11 +147,12 @@ class RankTensorReader:
         return RankTensor(entry, shape, tuple(_blocks(positions)), mesh, cuts)
 
     def _coordinate(self, mesh: Mesh, recorded: object) -> tuple[int, ...]:
-        """Return the place of this file's rank in a mesh.
+        """Return the coordinates of this file's rank in a mesh.
 
         Args:
-            mesh: the mesh.
-            recorded: the place of the rank that saved the file, as the file records it; None in files without a record.
+            mesh: the device mesh of a DTensor.
+            recorded: coordinates of the rank that saved the file, as the file records them; None if the file does not
+                record them.
         """
         coordinate = mesh.coordinate(self.rank)
         if coordinate is None:
@@ -174,7 +176,9 @@ def _local(name: str, value: object, file: str) -> Entry:
 
 
 def _blocks(positions: Sequence[Sequence[Interval]]) -> list[ShardBlock]:
-    """Return the boxes that a local tensor consists of, given its intervals of each dim."""
+    """Return the boxes that a local tensor consists of, given the intervals of the whole tensor that it has along each
+    dim.
+    """
     offsets = []
     for intervals in positions:
         starts = [sum(stop - start for start, stop in intervals[:number]) for number in range(len(intervals))]
@@ -203,7 +207,7 @@ def _cuts(spec: Mapping[str, Any], mesh: Mesh, dims: int) -> tuple[Cut, ...]:
 
 
 def _in_order(cuts: Sequence[Cut], shard_order: object) -> list[Cut]:
-    """Return cuts in the recorded order; without a record, mesh dims cut from first to last."""
+    """Return cuts in the order that the pickle records; if the pickle records none, the first mesh dim cuts first."""
     order: list[int] = []
     for item in shard_order if isinstance(shard_order, list | tuple) else ():
         entry = _object(item, "shard_order").args
@@ -248,8 +252,9 @@ def _mesh(mesh: Object, read_ranks: ReadRanks) -> Mesh:
     for sizes, strides in axes:
         for size, stride in zip(sizes, strides, strict=True):
             indices = [index + position * stride for index in indices for position in range(size)]
-    # A mesh that was sliced out of a larger one exists several times, side by side in the list of all ranks: the rank
-    # belongs to one of them. Its layout gives the first, and its offset follows from the coordinate.
+    # If a mesh was sliced out of a larger mesh, several meshes of the same layout exist side by side in the list of all
+    # ranks. The rank belongs to one of these meshes. The layout describes the first of them; the offset of the rank's
+    # mesh follows from the rank's coordinates.
     if not indices or max(indices) >= len(ranks):
         raise ViewFault("CORRUPT", "the layout of its device mesh names more ranks than there are")
     shape = tuple(prod(sizes) for sizes, _ in axes)
@@ -261,7 +266,9 @@ def _mesh(mesh: Object, read_ranks: ReadRanks) -> Mesh:
 
 
 def _offset(ranks: Sequence[int], axes: Sequence[tuple[Shape, Shape]], rank: int, coordinate: object) -> int:
-    """Return the place, in the list of all ranks, of the first rank of the mesh that contains `rank`."""
+    """Return the position, in the list of all ranks, of the first rank of the mesh; the mesh is the one that contains
+    `rank`.
+    """
     if rank not in ranks or not _is_shape(coordinate) or len(coordinate) != len(axes):  # type: ignore[arg-type]
         return 0
     at = ranks.index(rank)
@@ -273,7 +280,7 @@ def _offset(ranks: Sequence[int], axes: Sequence[tuple[Shape, Shape]], rank: int
 
 
 def _axes(layout: Object) -> list[tuple[Shape, Shape]]:
-    """Return sizes and strides of each mesh dim."""
+    """Return the sizes and the strides of each mesh dim in a pickled layout."""
     state = attributes(layout)
     if "axes" in state:
         axes = [attributes(_object(axis, "axes")) for axis in _sequence(state["axes"])]
@@ -295,7 +302,7 @@ def _check_mesh(mesh: Mesh) -> Mesh:
 
 
 def _read_sharded(name: str, value: Any, file: str) -> RankTensor:
-    """Read FSDP1's ShardedTensor: a list of boxes, each with a tensor of its own, or none on this rank."""
+    """Read FSDP1's ShardedTensor, which lists the boxes that this rank has, each with a tensor. The list may be empty."""
     fields = value.state
     if not isinstance(fields, tuple) or len(fields) < 2:
         raise ViewFault("CORRUPT", "its list of shards is missing")

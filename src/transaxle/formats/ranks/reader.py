@@ -1,12 +1,13 @@
-"""Opens a folder of rank files as one checkpoint of whole tensors; no tensor is copied to do so.
+"""Opens a folder of rank files as one checkpoint of whole tensors, without copying a tensor.
 
-Every rank's file is a state dict of its own: `model_world_size_4_rank_0.pt` of verl and its relatives, or files that
-the user names by a template (`model_rank{}.pt`). A tensor that ranks share out (a DTensor or a ShardedTensor) is the
-union of its boxes on all ranks, which must cover it exactly once. Boxes that several ranks have, and plain tensors,
-which every rank has whole, must be equal on all those ranks: every conversion compares them before it writes.
+Each rank's file contains a state dict. The files have names like `model_world_size_4_rank_0.pt` (verl and related
+programs), or names that the user describes by a template (`model_rank{}.pt`). A tensor that is divided among ranks (a
+DTensor or a ShardedTensor) is joined from its boxes on all ranks. The boxes must cover the tensor exactly once, apart
+from replicas. If several ranks have the same box, or a plain tensor, which every rank has whole, the copies must be
+equal. Each conversion compares the copies before it writes.
 
-Missing ranks are refused, as are ranks whose files contradict each other: another shape, dtype, mesh or placement,
-another step, or another set of tensors.
+A folder is refused if a rank's file is missing, or if the files of two ranks contradict each other: they differ in a
+tensor's shape, dtype, mesh or placement, in the training step, or in the set of tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _COMMON = frozenset({
     "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict", "scheduler", "scheduler_state_dict", "epoch", "step",
     "global_step", "iteration", "iter_num", "train_state", "trainer_state",
 })  # fmt: skip
-"""Names of training state that every rank of one step has alike; a difference shows that the files are of two steps."""
+"""Names of training state that is equal on all ranks of one step. If the values differ, the files come from two steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +62,18 @@ class _RankFile:
 
 
 def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = None) -> Container:
-    """Open the files of all ranks that belong together with one of them.
+    """Open the files of all ranks that belong to the same save as a given file.
 
     Args:
-        storage: files of the folder.
+        storage: storage that reads the folder's files.
         path: path of the folder as the user typed it.
         member: name of one rank's file, such as `model_world_size_2_rank_0.pt`.
-        ranks: the user's template for the names of the files; None: names like `model_world_size_2_rank_0.pt`.
+        ranks: the user's template for the names of the files; None means names like `model_world_size_2_rank_0.pt`.
 
     Raises:
-        Refused: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, SHAPE_MISMATCH, DTYPE_MIXED or UNSUPPORTED; one refusal lists all
-            problems of all files.
-        StorageError: IO, if a file cannot be read.
+        Refused: with all problems of all files, and one of the codes UNSAFE_PICKLE, CORRUPT, INCOMPLETE,
+            SHAPE_MISMATCH, DTYPE_MIXED or UNSUPPORTED.
+        StorageError: with the code IO if a file cannot be read.
     """
     template = names_like(member, ranks)
     files = rank_files(storage.listing().names, template)
@@ -152,7 +154,7 @@ def _setting(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> o
 
 
 def _ranks(inline: NumbersInMemory, file: str, value: object) -> Sequence[int]:
-    """Read a tensor of ranks, from a device mesh."""
+    """Read the ranks of a device mesh from a pickled tensor."""
     if not isinstance(value, TensorRef):
         raise ViewFault("CORRUPT", "its device mesh has no ranks")
     entry, _ = place("", value, file)
@@ -206,9 +208,11 @@ def _merge(inline: NumbersInMemory, files: Sequence[_RankFile]) -> _Merged:
 
 
 def _neighbours(files: Sequence[_RankFile]) -> dict[int, frozenset[int]]:
-    """Return, for each rank, the ranks that must have its plain tensors as well: those in the meshes of its DTensors.
+    """Return, for each rank, the ranks that must have the same plain tensors: all ranks in the meshes of the rank's
+    DTensors.
 
-    All ranks of a job hold the same plain tensors, but for pipeline stages: each stage has meshes of its own.
+    Without pipeline stages, all ranks of a job hold the same plain tensors. With pipeline stages, each stage has
+    separate meshes and separate plain tensors.
     """
     everyone = frozenset(file.rank for file in files)
     neighbours = {}
@@ -286,7 +290,7 @@ def _join_boxes(
 
 
 def _groups(files: Sequence[_RankFile], faults: Faults) -> list[Any]:
-    """Return the optimizer's parameter groups, which all ranks must agree on."""
+    """Return the optimizer's parameter groups, which must be equal on all ranks."""
     groups = list(files[0].state.groups)
     for file in files[1:]:
         if repr(list(file.state.groups)) != repr(groups):
@@ -304,11 +308,11 @@ class _CommonState(NamedTuple):
     left_behind: dict[str, str]
     """Top-level name -> reason, for state whose value depends on the rank."""
     dropped: set[str]
-    """Names of the tensors of that state."""
+    """Names of the tensors in the training state whose value depends on the rank."""
 
 
 def _training(inline: NumbersInMemory, files: Sequence[_RankFile], faults: Faults) -> _CommonState:
-    """Return the training state that all ranks have alike, and what depends on the rank."""
+    """Return the training state that is equal on all ranks, and describe the state that depends on the rank."""
     items_of_ranks = [{item.path: item for item in file.state.training} for file in files]
     common: list[TrainingItem] = []
     left_behind: dict[str, str] = {}
@@ -338,7 +342,9 @@ def _training(inline: NumbersInMemory, files: Sequence[_RankFile], faults: Fault
 
 
 def _value(inline: NumbersInMemory, item: TrainingItem | None, file: _RankFile) -> object:
-    """Return the value of a training item, for a comparison between ranks; a large tensor counts as its own value."""
+    """Return the value of a training item for a comparison between ranks; a large tensor is not read, and counts as
+    different on each rank.
+    """
     if item is None or not item.is_tensor:
         return None if item is None else item.value
     entry = file.tensors[str(item.name)].entry

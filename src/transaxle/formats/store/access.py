@@ -112,7 +112,7 @@ def copy_access(work: Path, replaced: Path) -> None:
     replaced folder contains no files, the new files keep the access rights with which they were created.
 
     Args:
-        work: path of the new file or folder, which is finished.
+        work: path of the new file or folder, to which nothing more is written.
         replaced: path of the file or folder that `work` replaces.
 
     Raises:

@@ -203,8 +203,8 @@ class SharedUpload(Upload):
         """Remove uploads of the record's files that are not in the record, because their run was killed or did not get
         the response.
 
-        No run knows the ids of uploads without a record, so these uploads have no parts. An upload with parts belongs
-        to a different run.
+        No run knows the ids of uploads without a record, so these uploads have no parts. An upload that already has
+        parts belongs to a different run, so it is kept.
         """
         places, recorded = frozenset(record.places.values()), frozenset(record.uploads.values())
         for upload in list(self.calls.list_uploads(self._service.path, self._shown)):

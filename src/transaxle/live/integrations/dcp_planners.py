@@ -192,7 +192,7 @@ class _Slice:
 class ExpertSlices:
     """Reads a rank's experts as slices of stacked tensors, and then copies the values into the experts' tensors.
 
-    A rank that has all experts does not need this.
+    On a rank that has all experts no slices are needed.
 
     Args:
         tensors: name -> tensor, for this rank's tensors including optimizer state.
@@ -679,6 +679,8 @@ def _slot_name(name: str, home: str) -> str:
 
 
 def _flat(name: str, home: str) -> str:
-    """Return torch's name for a tensor; this is the inverse of `_slot_name`."""
+    """Return torch's name for a tensor, given the name `optim/<parameter>/<state>`; `_slot_name` converts in the
+    opposite direction.
+    """
     parameter, slot = split_slot(name)
     return name if not slot else f"{home}{parameter}.{slot}"

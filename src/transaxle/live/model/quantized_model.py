@@ -339,7 +339,7 @@ class Weights:
             try:
                 raw = read(checkpoint)
             except TransaxleError:
-                pass  # the dialect cannot express the codes of these weights
+                pass  # the source's codes cannot be read under the model's names, so all weights are decoded
             else:
                 stored = raw.tensors()
                 # names of tensors that the source stores twice, perhaps with unequal values

@@ -117,7 +117,7 @@ class _TableNames(StoredNames):
 
     Args:
         container: the container of the stored tensors.
-        settings: settings in which the only family has that table.
+        settings: settings for opening the checkpoint, whose only model family has the table made for this checkpoint.
         undecoded: the argument `undecoded` of `StoredNames`.
         names: the stored names that the table contains.
     """

@@ -160,7 +160,9 @@ def quantize_groups(
 def quantize_rows(
     x: torch.Tensor, _: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write the codes of all rows, each scaled by its own amax, and the scales of the rows [M]."""
+    """Write the codes of a matrix in which each row is scaled by the row's amax, and write one scale per row into
+    `scales`, [M].
+    """
     rows = replace(encoding, tile=(1, WHOLE))
     scales.copy_(torch.from_numpy(codec.encode_rows(rows, _array(x), codes_out=_array(codes))[1]).view(-1))
 

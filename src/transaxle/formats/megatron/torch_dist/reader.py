@@ -202,8 +202,8 @@ def restore_shapes(container: Container, shapes: Mapping[str, Shape], file: str)
         file: name of the metadata file, for error messages.
 
     Raises:
-        Refused: with the code CORRUPT if the shards do not fit the shape; with the code UNSUPPORTED if a chunk spans
-            several shards.
+        Refused: with the code CORRUPT if the stored chunks do not fit the tensor's shape; with the code UNSUPPORTED if
+            a stored chunk is not a range of elements of one shard.
     """
     faults = Faults()
     entries = dict(container.entries)
