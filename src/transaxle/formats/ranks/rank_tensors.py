@@ -302,7 +302,7 @@ def _check_mesh(mesh: Mesh) -> Mesh:
 
 
 def _read_sharded(name: str, value: Any, file: str) -> RankTensor:
-    """Read FSDP1's ShardedTensor, which lists the boxes that this rank has, each with a tensor. The list may be empty."""
+    """Read FSDP1's ShardedTensor, which lists the boxes that this rank has (possibly none), each with a tensor."""
     fields = value.state
     if not isinstance(fields, tuple) or len(fields) < 2:
         raise ViewFault("CORRUPT", "its list of shards is missing")
