@@ -138,7 +138,8 @@ def _do_items(screen: Screen, work: WorkPlan, numbers: tuple[int, ...]) -> int:
     with files that belong to no checkpoint.
 
     On S3 it lists, and removes, the multipart uploads under a URL that were not completed, and the unfinished work of
-    several workers beside it. S3 does not tell whether a run is still at work on them: that run would fail.
+    several workers beside it. S3 does not show whether a run is still using an upload; if so, that run will
+    fail.
 
     Exit codes: 0 nothing is left; 1 something is left, because you answered no or because it was kept; 2 standard
     input is not a terminal and --yes is missing.""",

@@ -148,8 +148,8 @@ class Pair:
 
 _SIDES = ("first", "second")
 _APART = (
-    "Remove the outdated copy; or, if both were trained apart, give a config that says so, as "
-    '"tie_word_embeddings": false does (--config FILE, config=).'
+    "Remove the outdated copy. If the two were trained separately, give a config in which they are not tied, "
+    'with "tie_word_embeddings": false (--config FILE, config=).'
 )
 _DRIFTED = (
     "Ranks train their replicas independently: with --average-replicas (average=True), "

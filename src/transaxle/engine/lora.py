@@ -65,8 +65,8 @@ _RESIZE = (
 )
 _LACKING = "adapter_config.json names {} modules of this model for which the adapter has nothing"
 _SAY = (
-    "Get the whole adapter; or, if these are to stay as they are, say so in adapter_config.json: list the modules that "
-    "it has in target_modules, by their whole paths, or their layers in layers_to_transform."
+    "Get the whole adapter. If these modules are meant to stay unchanged, list in adapter_config.json those that the "
+    "adapter changes: by their whole paths in target_modules, or by their layers in layers_to_transform."
 )
 
 

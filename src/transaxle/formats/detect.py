@@ -58,9 +58,9 @@ _SHARD = re.compile(r".*-(\d+)-of-(\d+)")
 _META = "consolidated"
 _RANK = re.compile(rf"({_META}[._]|(?:.*[._-])?rank[._-]?)(\d+)((?:[._-].*)?\.(?:pth?|bin|safetensors))")
 _OF_RANKS = (
-    "Each holds its share of a model's tensors, and nothing in it says of which axes: join them with the program that "
-    "wrote them (transformers' convert_llama_weights_to_hf.py for Meta's), and convert the result. One alone can "
-    'keep its names: --to safetensors:identity (to="safetensors:identity").'
+    "Each file has one rank's share of a model's tensors, and does not state along which axes they are cut: join the "
+    "files with the program that wrote them (transformers' convert_llama_weights_to_hf.py for Meta's), and convert the "
+    'result. A single file can keep its names: --to safetensors:identity (to="safetensors:identity").'
 )
 _MAX_SUBFOLDERS = 50
 _SNAPSHOTS = "snapshots"

@@ -247,7 +247,7 @@ def _histogram_section(survey: SurveyResult) -> Section:
     label = f"Bars: elements that differ, by {labels[0]} and by {labels[1]} in powers of two; tables have the numbers."
     text = (
         "Elements that differ, by the size of the difference in powers of two. A difference of 0 means equal values "
-        "with different bits (-0.0 and 0.0, or NaN); an infinite one means NaN on one side, or a value of 0 in B."
+        "with different bits (-0.0 and 0.0, or NaN); an infinite one means NaN in one checkpoint, or a value of 0 in B."
     )
     return Section("histogram", "How much they differ", text, Figure("bars", label, {"series": series}), tuple(tables))
 
@@ -288,7 +288,7 @@ def _errors_section(survey: SurveyResult) -> Section:
     text = (
         "A step is the distance between neighbouring codes at a value: the precision of the code times the scale of "
         "its tile. Rounding to the nearest code causes at most half a step; larger differences come from the models "
-        "or their scales. If both sides are quantized, steps are those of B."
+        "or their scales. If both checkpoints are quantized, steps are those of B."
     )
     return Section(
         "steps", "Differences in steps of the codes", text, None, (limit_rows("steps", "Steps", columns, rows),)

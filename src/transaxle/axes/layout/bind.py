@@ -580,7 +580,7 @@ def refusal_of_undecided(
     open_names = [n for n in names if n not in WORDS and n not in family.name_axes and evaluate(Formula(n)) is None]
     missing = ", ".join(open_names) or "what these conditions ask"
     message = f"only one of these lines {action}, and the config does not say which: {missing} is unknown"
-    hint = "Give the model's config.json with --config FILE (config=): it says which line applies."
+    hint = "Give the model's config.json with --config FILE (config=): it decides which line applies."
     return Refusal("AMBIGUOUS", "\n".join([*(line.whole for line in lines), message]), hint=hint)
 
 

@@ -140,7 +140,7 @@ class Model:
                         earlier = kinds[component].get(at)
                         if earlier is not None and bool(value) == ((component, at) in sure):
                             message = f"{line.whole}\n{earlier.line.whole}\nboth may hold {component}"
-                            hint = "The config decides which: complete it."
+                            hint = "Add to the config the keys on which the conditions of the two lines depend."
                             raise refuse("AMBIGUOUS", message, hint=hint)
                         if earlier is None or value:
                             kinds[component][at] = kind

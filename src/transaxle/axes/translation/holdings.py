@@ -217,7 +217,7 @@ _AS_IT_IS = 'Keep names and shapes: a format without a dialect as the target, as
 _BYTES = "U8"
 """Safetensors code of the dtype in which 4-bit codes are stored, two per byte."""
 _ONE_SIZE = (
-    "Tensors of one model agree. A file that one of several ranks wrote holds its share of some of them: convert the "
+    "In one model all tensors show the same size. A file of one rank may have only a part of some tensors: convert the "
     'whole checkpoint, or keep names and shapes, with no family: --to safetensors:identity (to="safetensors:identity").'
 )
 _NAMED = 3
@@ -688,8 +688,8 @@ def _all_like(model: LineSources, names: Mapping[Index, str], grid: Grid) -> Lin
 
 
 _SPARED = (
-    "Choose a dialect that has both, or keep all names with --to safetensors:identity; if one is out of date, "
-    "remove it."
+    "Choose a dialect that has both tensors, or keep all names with --to safetensors:identity. If one of the two is "
+    "outdated, remove it."
 )
 
 

@@ -345,7 +345,7 @@ _UNREAD = (
     'safetensors:identity (to="safetensors:identity").'
 )
 _TIED = (
-    'If the model has its embedding as its head, its config.json says so ("tie_word_embeddings": true): give that with '
+    'If the model has its embedding as its head, its config.json has "tie_word_embeddings": true: give that file with '
     "--config FILE."
 )
 _ASKED = 300_000

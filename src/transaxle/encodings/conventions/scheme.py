@@ -135,7 +135,7 @@ reader would cache in a different precision.
 """
 UNKNOWN_KEY = (
     "To keep the tensors exactly as stored:  --to safetensors:identity.\n"
-    "If this says nothing of the weights, remove it from the config."
+    "If the key does not concern the weights, remove it from the config."
 )
 """Hint of the error for an unknown config key."""
 _BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType(

@@ -281,9 +281,7 @@ class Checkpoint(TensorSet):
         return refuse_half_converted(self.bound, target, self.sizes, view, self.catalog.refusals)
 
     def view_as(self, dialect: str) -> Checkpoint:
-        """Return a view as `as_dialect` does, but accept tensors whose names in the dialect are unknown; the caller
-        must check these tensors.
-        """
+        """Return a view as `as_dialect` does, but do not refuse tensors that the dialect cannot name."""
         return self._with_translation(self.translation(dialect), dialect)
 
     def with_state_of(self, parameters: frozenset[str] | None) -> Checkpoint:
