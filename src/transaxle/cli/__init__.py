@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # OpenBLAS starts one thread per CPU core when numpy is imported, which takes a quarter of the import time. No
         # command multiplies matrices with OpenBLAS.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        # A buffer has the size of the largest possible block, but most blocks are smaller. With huge pages, a buffer
-        # with one byte would occupy 2 MB.
+        # A buffer has the size of the largest possible block, but most blocks are smaller. If numpy asked for huge
+        # pages, a buffer in which only one byte is used would occupy 2 MB.
         os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     thresholds = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])

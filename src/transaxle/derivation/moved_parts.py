@@ -251,7 +251,9 @@ class Parts:
     all: Sequence[Part]
     """The parts, in the order of the first dialect's tensors."""
     of: Sequence[Mapping[tuple[str, str], Sequence[tuple[Part, Instance]]]]
-    """For each trace, `(dialect, stored name)` -> the parts in this stored tensor, each with its instance."""
+    """For each trace, `(dialect, stored name)` -> the parts (logical tensors) in this stored tensor, each with the
+    indices at which it occurs.
+    """
     axes: DisjointSets[Place]
     """Places of indices in names; places whose numbers count along the same axis are joined to one set."""
     patterns: Patterns
@@ -464,7 +466,7 @@ class AxisObservations:
     numbers: Mapping[Part, int]
     """Part -> index of the part in the list of all parts."""
     joined: DisjointSets[AxisKey]
-    """The axes; axes that must be the same are joined to one set."""
+    """Sets of axes; axes that must be one axis are in one set."""
     sizes: dict[AxisKey, set[tuple[int, int]]]
     """Axis -> all observed pairs `(index of the trace, size)`."""
 

@@ -444,8 +444,8 @@ def config_of(config: Mapping[str, Any], modules: Sequence[Module], saved: Seque
 
 
 def _alpha(factors: FactorPair, config: Mapping[str, Any]) -> float | None:
-    """Return the setting alpha (an integer if possible) that results in exactly the factors' scaling; None if no alpha
-    does.
+    """Return the setting alpha (an integer if possible) that results in exactly the factors' scaling; None if there is
+    no such alpha.
     """
     divisor = math.sqrt(factors.rank) if config.get("use_rslora") else factors.rank
     near = factors.scaling * divisor

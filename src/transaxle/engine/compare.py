@@ -186,8 +186,8 @@ def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint
         return first, second
     has_wrappers = bool(first.bound.own or second.bound.own)
     alike = first.dialect == second.dialect and first.reading.prefix == second.reading.prefix and not has_wrappers
-    # Two tensors may have different names in both: names that a dialect only reads, and optimizer state under names of
-    # a different dialect.
+    # The same tensor may have different names in the two checkpoints: names that a dialect only reads, and optimizer
+    # state under names of a different dialect.
     alike = alike and _alternative_names(first) == _alternative_names(second)
     first_view = (
         first

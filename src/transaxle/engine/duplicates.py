@@ -410,8 +410,8 @@ def average_replicas(container: Container) -> Container:
 def _replicas(container: Container) -> dict[str, list[Twin]]:
     """Return tensor name -> pairs of its replicas, for each tensor of which every rank has a whole copy.
 
-    A pair belongs to a tensor if both occupy the same byte ranges. The name alone does not decide this, because weights
-    and moments of one parameter may have the same name in the pairs.
+    A pair belongs to a tensor if the pair's first copy and the tensor occupy the same byte ranges. The name alone does
+    not decide this, because weights and moments of one parameter may have the same name in the pairs.
     """
     name_by_extents = {entry.extents: name for name, entry in container.entries.items()}
     replicas: dict[str, list[Twin]] = {}

@@ -193,7 +193,8 @@ class Merger(Caster):
         entry: the stored weight.
         source: object that turns the stored weight into transfers (reads of byte ranges).
         reader: object that reads the files in which the weight is stored.
-        change: target and source of the weight's change in float64, or of its new values.
+        change: a float64 tensor with the weight's change or the weight's new values, and the object that turns this
+            tensor into transfers.
         replaced: whether `change` contains new values instead of a change to add.
     """
 

@@ -159,7 +159,8 @@ def _dims_getter(dims: Sequence[int]) -> Callable[[Shape], Shape]:
 
 
 def _name_axis_dims(target: Target) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]] | None:
-    """Return which dims of each stored tensor are axes of the target's name, and return these axes in order.
+    """Return stored tensor name -> the dims whose axes are indices in the target's name, together with these axes in
+    the order of the dims.
 
     A dim is included only if it consists of a single axis. The result is None unless every axis of the name is a dim of
     every stored tensor, in the same order.

@@ -371,7 +371,7 @@ TORCH = Format(
 )
 
 RANK_NAMES = r"(?:model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"
-"""Pattern for the files of ranks, as verl and its relatives name them."""
+"""Pattern for the names that verl and related programs give to the files of ranks."""
 RANKS = Format(
     name="ranks",
     title="a folder with one torch file for each rank",

@@ -6,8 +6,9 @@ The snapshot is a copy in shared CPU memory; the next snapshot uses the same mem
 
 A program waits for its save before it ends, so every snapshot is written unless the program is killed. `atexit` cannot
 be used for this, because its functions do not run in processes that multiprocessing has forked, such as the ranks of
-some launchers. The finalizers of multiprocessing run in all processes. A function called at exit cannot change the exit
-code. But if a standard stream fails to flush, Python exits with code 120, so a failed save replaces a stream.
+some launchers. So the wait is registered as a finalizer of multiprocessing, which runs in all processes. A function
+that Python calls at exit cannot change the exit code, but Python exits with code 120 if it cannot flush a standard
+stream. So after a failed save, a standard stream is replaced by an object that cannot be flushed.
 """
 
 from __future__ import annotations
@@ -423,8 +424,8 @@ def prepare_async(state: State, *, optimizer: AnyOptimizer | None = None, group:
 
     The function starts the background process and allocates memory for the snapshot. The memory has the size of this
     rank's shards of the model and of the optimizer's state, including state that the optimizer will create in its first
-    step. Without this call, the first `async_save` does both. The best time to call this function is before training
-    begins.
+    step. Without this call, the first `async_save` starts the process and allocates the memory. The best time to call
+    this function is before training begins.
 
     Args:
         state: the model or state dict that will be saved.

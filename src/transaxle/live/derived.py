@@ -6,8 +6,8 @@ parameters themselves.
 
 For example, torchtitan's fused attention returns one weight as `wq`, `wk` and `wv`, and state dict hooks may rename and
 pack entries. Values written into a derived entry reach the model only through the module's own `load_state_dict`. An
-entry is treated as a parameter only if both are the same memory (`Extent`). A copy looks like the parameter, but values
-written into the copy are lost.
+entry is treated as a parameter only if the entry and the parameter are the same memory (`Extent`). A copy looks like
+the parameter, but values written into the copy are lost.
 
 FSDP1 stores flat parameters, and its state dict returns unflattened copies, in a form that the user can choose. This
 module always asks FSDP1 for the full state dict on every rank: its names and values do not depend on the wrapping, and

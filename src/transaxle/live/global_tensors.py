@@ -466,8 +466,8 @@ def runs(tensor: torch.Tensor, name: str = "") -> Runs:
 
 
 def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` handle correctly; both share all
-    storage.
+    """Return a copy of a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` handle correctly; the copy's
+    tensors use the storage of the original tensors.
 
     Args:
         state: the state dict, nested or flat, that torch is to save or load.

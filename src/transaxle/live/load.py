@@ -408,8 +408,8 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
 def _plan_tie_check(
     first: str, second: str, stored: Mapping[str, StoredTensor], problems: list[Refusal]
 ) -> Iterator[PlannedCheck]:
-    """Yield the comparison of two stored tensors that are a single tensor in the model, unless both are the same stored
-    bytes.
+    """Yield the comparison of two stored tensors that are a single tensor in the model, unless the source stores them
+    as the same bytes.
     """
     first_stored, second_stored = stored[first], stored[second]
     why = _TIED.format(first=first)

@@ -55,8 +55,8 @@ def spare_names(
         sides: source and target of the copy.
         stored: target tensor name -> source tensor; equal on all ranks.
         unexpected: tensor names that only the source has.
-        once: whether two tensors with equal present values are treated as tied; if False, only tensors in the same
-            memory are.
+        once: whether two tensors with equal present values are treated as tied; if False, two tensors are tied only if
+            they are in the same memory.
     """
     pairs: dict[str, list[Pair]] = {}
     for name in unexpected:
@@ -86,8 +86,8 @@ def find_unequal_ties(sides: Sides, stored: Mapping[str, StoredTensor], *, once:
     Args:
         sides: source and target of the copy.
         stored: target tensor name -> source tensor; equal on all ranks.
-        once: whether two tensors with equal present values are treated as tied; if False, only tensors in the same
-            memory are.
+        once: whether two tensors with equal present values are treated as tied; if False, two tensors are tied only if
+            they are in the same memory.
     """
     shared = sides.world.gather(list(same_memory(sides.own_target, stored)))
     tied_pairs = sorted({names for of_rank in shared for names in of_rank})

@@ -120,8 +120,8 @@ class _Lead:
         self._finished: _FinishedItems | None = None
 
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
-        """Plan the conversion and create its files; return the encoded work plan and the numbers of the work items to
-        do.
+        """Plan the conversion and create the target's files; return the encoded work plan and the numbers of the
+        unfinished work items.
         """
         prepared = stack.enter_context(self._order.prepare())
         self._look(prepared)

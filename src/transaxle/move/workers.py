@@ -346,7 +346,9 @@ class Worker:
             yield start + at, block
 
     def add_blocks(self, transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Add the steps that produce a tensor in blocks with the given end offsets, and yield as `add_item` does."""
+        """Add the steps that produce a tensor in blocks with the given end offsets; yield `(offset, block)` for each
+        block.
+        """
         for low, high, parts in clip_blocks(transfers, ends):
             self.check_stop()
             out = self._memory[: high - low]

@@ -572,7 +572,7 @@ def refusal_of_undecided(
 
     Args:
         lines: the mapping rules in question.
-        action: verb phrase for the message, such as "can have this name": what only one of the rules can do.
+        action: what only one of the rules can do, as a verb phrase for the message, such as "can have this name".
         family: the model family to which the rules belong.
         evaluate: function that returns the value of a formula, or None if the value is unknown.
     """

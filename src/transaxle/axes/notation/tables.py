@@ -432,8 +432,8 @@ class _TableParser:
         return Line(name, stored, when, changed, kind != "", kind == STATE, else_zeros)
 
     def like_hint(self, text: str) -> str:
-        """Return the hint for a line that is not a mapping rule: where `like DIALECT` belongs, or where the
-        grammar is.
+        """Return the hint for a line that is not a mapping rule. It explains where `like DIALECT` belongs, or where the
+        grammar is documented.
         """
         assert self.family is not None
         assert self.dialect is not None

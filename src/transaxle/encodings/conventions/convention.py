@@ -90,7 +90,7 @@ def training_only(weights: Iterable[str], names: Container[str]) -> list[str]:
 
 
 def _suffix(end: str) -> NameForm:
-    """Return the name form that appends `end` to the tensor's last segment, whatever it is."""
+    """Return the name form that appends `end` to the last segment of any tensor name."""
     return NameForm(WEIGHT + end, "{}" + end)
 
 

@@ -130,8 +130,8 @@ CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
 """Variant of the float8 encoding with one scale per row."""
 
 CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Config keys for the quantization of cached keys and values. These keys do not affect weights, but without the keys a
-reader would cache in a different precision.
+"""Config keys for the quantization of cached keys and values. These keys do not affect weights, but an inference engine
+that does not find the keys would store its cache in a different precision.
 """
 UNKNOWN_KEY = (
     "To keep the tensors exactly as stored:  --to safetensors:identity.\n"

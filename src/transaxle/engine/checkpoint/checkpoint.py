@@ -157,7 +157,7 @@ class Checkpoint(TensorSet):
         """Family and dialect of the stored tensor names.
 
         Raises:
-            UsageError: with UNKNOWN_FAMILY if no table reads the names; with AMBIGUOUS if several do.
+            UsageError: with UNKNOWN_FAMILY if no table reads the names; with AMBIGUOUS if several tables do.
         """
         return self.stored_names.reading
 

@@ -46,7 +46,7 @@ _LISTED = 12
 _SHARED = frozenset({"hf", "transformers"})
 """Dialects whose tensor names are shared by many models with different layouts."""
 _ANY_SIZES = (1, 10**6)
-"""The smallest and the largest possible axis size; a condition that is true for both does not depend on sizes."""
+"""The smallest and the largest possible axis size. A condition that is true for both sizes does not depend on sizes."""
 _CHOOSE = "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)."
 _KEEP = "With --to safetensors:identity, all tensor names stay as they are."
 _KNOWN_TO_RUN = (

@@ -6,11 +6,11 @@
     model.safetensors  optimizer.bin    accelerate: the groups that the script makes
 
 The parameters of each group are numbered in the order in which the model registers them, because groups are made by
-looping over `model.named_parameters()`. If the weights are in a torch file, it has that order. For weights in other
-files, the order is that of transformers' model for the config, which is built without memory. If the names in the files
-differ from those of transformers' model, as for experts, the tables translate them. The numbers get names only if there
-is proof. Either the sizes of the groups and the shapes of the optimizer state leave a single way of assigning
-parameters to groups, or the rule that Trainer uses leads to an assignment that fits.
+looping over `model.named_parameters()`. A torch file lists the weights in this order. If the weights are in safetensors
+files, transformers' model for the config, which is built without memory for its weights, shows the order. If the names
+in the files differ from those of transformers' model, as for experts, the tables translate them. The numbers get names
+only if there is proof. Either the sizes of the groups and the shapes of the optimizer state leave a single way of
+assigning parameters to groups, or the rule that Trainer uses leads to an assignment that fits.
 
 **How tensor-parallel ranks cut parameters**, if the files do not record it: the tables state which axes may be cut, and
 `cutter` divides the parameters along these axes.

@@ -52,7 +52,7 @@ _MAX_BYTES = 4096
 
 def distributed(folder: Folder) -> tuple[str, ...]:
     """Return the names of folders that are distributed checkpoints: the newest iteration's folder, or `HERE` if the
-    folder itself is one.
+    opened folder itself is a distributed checkpoint.
 
     Raises:
         Refused: with the code CORRUPT if the tracker file is malformed; with the code INCOMPLETE if the iteration that
@@ -79,7 +79,7 @@ def distributed(folder: Folder) -> tuple[str, ...]:
 
 def legacy(folder: Folder) -> tuple[str, ...]:
     """Return the names of folders that contain one folder per rank: the newest iteration's folder, or `HERE` if the
-    folder itself does.
+    opened folder itself contains them.
 
     Raises:
         Refused: with the code CORRUPT if the tracker file is malformed; with the code INCOMPLETE if the iteration that

@@ -47,8 +47,9 @@ _READ, _WRITE, _HASH, _SUM, _TRANSPOSE, _COPY, _COMPARE, _READ_AND_SUM, _READ_RU
 _KINDS = "read", "write", "hash", "sum", "lay", "lay", "compare", "read and sum", "read"
 """Name of each kind of step in the timings of a run."""
 _SIZES = 4, 4, 3, 2, None, None, 3, 4, 8
-"""For each kind of step, the index of the integer that contains the step's number of bytes; None if none of its
-integers does."""
+"""For each kind of step, the index of the integer that contains the step's number of bytes; None if no integer of the
+step contains it.
+"""
 _Fallback = Callable[[], object]
 
 _ELEMENTS = frozenset({1, 2, 4, 8})

@@ -386,7 +386,7 @@ class Service:
 
 
 def _system(error: Exception) -> type[OSError] | None:
-    """Return the OSError class that corresponds to a client's exception; None if no class does."""
+    """Return the OSError class that corresponds to a client's exception; None if there is no such class."""
     return next((kind for kind in (FileNotFoundError, PermissionError) if isinstance(error, kind)), None)
 
 

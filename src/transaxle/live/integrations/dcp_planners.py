@@ -4,9 +4,10 @@ correctly.
     dcp.save(state, checkpoint_id=..., planner=SavePlanner("hf"))
     dcp.load(state, checkpoint_id=..., planner=LoadPlanner("hf"))
 
-`state` uses the model's tensor names, and the checkpoint uses the dialect's names. Without a dialect, both use the same
-names. The planners also avoid errors of torch's own planners: with shards of several runs, with differing dtypes (torch
-copies fp8 codes into bf16 as if they were values), and with pickles in the checkpoint that run code.
+`state` uses the model's tensor names, and the checkpoint uses the dialect's names. If no dialect is given, checkpoint
+and model have the same names. The planners also avoid errors of torch's own planners: with shards of several runs, with
+differing dtypes (torch copies fp8 codes into bf16 as if they were values), and with pickles in the checkpoint that run
+code.
 
 **Experts** may be separate tensors or one stacked tensor, both in the checkpoint and in the model. If a checkpoint
 stores experts in both forms, the two copies are compared before anything is loaded (`DualFormCheck`). But torch calls a

@@ -117,8 +117,9 @@ class _TableNames(StoredNames):
 
     Args:
         container: the container of the stored tensors.
-        settings: settings for opening the checkpoint, whose only model family has the table made for this checkpoint.
-        undecoded: the argument `undecoded` of `StoredNames`.
+        settings: settings for opening the checkpoint; their only model family is the one whose table was made for this
+            checkpoint.
+        undecoded: the stored names of the undecoded checkpoint, if `container` is a decoded view; see `StoredNames`.
         names: the stored names that the table contains.
     """
 

@@ -149,7 +149,7 @@ class ShmTransport:
 
     def prepare(self, need: int) -> None:
         """Make room for `need` bytes per rank and round. All ranks must call this method, with the same `need`."""
-        # All ranks ask for the same size, so either all ranks skip the collective calls below, or no rank does.
+        # All ranks pass the same sizes, so either all ranks skip the collective calls below, or all ranks make them.
         if need <= self._half:
             return
         self._half = -(-max(need, _GRAIN) // _GRAIN) * _GRAIN

@@ -28,7 +28,8 @@ from transaxle.torch_tensors import of_bytes
 def begin_all_to_all(
     world: World, received: torch.Tensor, outgoing: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
 ) -> Callable[[], None]:
-    """Start an all-to-all exchange of bytes, and return a function that waits for its end; all ranks must call both.
+    """Start an all-to-all exchange of bytes, and return a function that waits for its end. All ranks must call this
+    function and the returned function.
 
     Args:
         world: all ranks that take part.

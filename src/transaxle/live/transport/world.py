@@ -179,7 +179,7 @@ class World:
 
     def pool(self, make: Callable[[], Item]) -> list[Item]:
         """Call `make` on all ranks, and return the results of all ranks in the order of `ranks`; if one rank refuses,
-        all ranks do.
+        all ranks raise the refusal.
 
         Raises:
             TransaxleError: if the call failed on any rank; see `together`.
