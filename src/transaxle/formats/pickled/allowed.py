@@ -96,6 +96,12 @@ _TORCH = {
     "torch.distributed.tensor": ("DTensor",),
     "torch.distributed.tensor._dtensor_spec": ("DTensorSpec", "ShardOrderEntry", "TensorMeta"),
     "torch.distributed.tensor.placement_types": ("Partial", "Replicate", "Shard", "_StridedShard"),
+    # Up to release 2.4:
+    "torch.distributed._tensor.api": ("DTensor",),
+    "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
+    "torch.distributed._tensor._dtensor_spec": ("DTensorSpec", "TensorMeta"),
+    "torch.distributed._tensor.placement_types": ("DTensorSpec", "TensorMeta", "_Partial", "Partial", "Replicate",
+                                                  "Shard", "_StridedShard"),
 }  # fmt: skip
 _DEEPSPEED = {
     "deepspeed.checkpoint.universal_checkpoint": ("SubparamShape",),
@@ -115,6 +121,7 @@ TENSORS = frozenset(
     [("torch._utils", name) for name in _TORCH["torch._utils"]]
     + [
         ("torch.distributed.tensor", "DTensor"),
+        ("torch.distributed._tensor.api", "DTensor"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     ]
     + [("torch.nested._internal.nested_tensor", name) for name in _TORCH["torch.nested._internal.nested_tensor"]]

@@ -13,6 +13,7 @@ from transaxle.errors import refuse
 _WORLD = re.compile(r"(?P<stem>.*?)world_size_\d+_rank_\d+(?P<end>\.\w+)")
 _SHOWN = 6
 GATHER = "Copy the missing files; where each machine wrote to its own disk, gather the files in one folder first."
+ALL_FILES = "Give the folder with the files of all ranks."
 ONE_SAVE = "Give a folder with the files of one save."
 _TEMPLATE = "Say how the files are named: --ranks 'model_rank{}.pt' (ranks=), with {} for the rank."
 _MODEL = "model"
@@ -97,21 +98,16 @@ def rank_files(names: Sequence[str], template: re.Pattern[str]) -> dict[int, str
         Refused: with the code INCOMPLETE if the files of some ranks are missing; with the code CORRUPT if two files
             have the same rank.
     """
-    files: dict[int, str] = {}
-    worlds: dict[int, str] = {}
-    for name in names:
-        match = template.fullmatch(name)
-        if match is None:
-            continue
-        if (first := files.setdefault(int(match["rank"]), name)) != name:
-            raise refuse(
-                "CORRUPT", f"{first} and {name} are both of rank {int(match['rank'])}", file=name, hint=ONE_SAVE
-            )
-        if "world" in template.groupindex:
-            worlds.setdefault(int(match["world"]), name)
+    matches = [match for name in names if (match := template.fullmatch(name))]
+    worlds = sorted({int(match["world"]) for match in matches}) if "world" in template.groupindex else []
     if len(worlds) > 1:
-        message = f"its files are those of {' and of '.join(f'{size} ranks' for size in sorted(worlds))}: of two runs"
-        raise refuse("CORRUPT", message, file=min(files.values()), hint=ONE_SAVE)
+        message = f"its files are those of {' and of '.join(f'{size} ranks' for size in worlds)}: of two runs"
+        raise refuse("CORRUPT", message, file=min(match[0] for match in matches), hint=ONE_SAVE)
+    files: dict[int, str] = {}
+    for match in matches:
+        if (first := files.setdefault(int(match["rank"]), match[0])) != match[0]:
+            message = f"{first} and {match[0]} are both of rank {int(match['rank'])}"
+            raise refuse("CORRUPT", message, file=match[0], hint=ONE_SAVE)
     count = next(iter(worlds), max(files, default=-1) + 1)
     missing = [rank for rank in range(count) if rank not in files]
     if missing:

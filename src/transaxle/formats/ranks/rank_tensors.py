@@ -5,16 +5,19 @@ placement for each mesh dim. This module computes from the record which boxes of
 consists of. Each mesh dim cuts the tensor by a chunk rule of `axes.geometry`. A pickled ShardedTensor lists its boxes
 itself.
 
-torch has changed the pickled form of a device mesh. Up to release 2.9, a pickled mesh contains a tensor of ranks
-(`mesh`). Since then, it contains a list of all ranks (`_rank_map`) and a layout (sizes and strides for each mesh dim),
-which selects the ranks of the mesh from the list.
+torch has changed the pickled form of a device mesh. Up to release 2.9 it is a tensor of ranks (`mesh`), which may be a
+strided view. Since then it is a list of all ranks (`_rank_map`) and a layout that selects the ranks of this mesh: sizes
+and strides of all mesh dims, as two tuples up to release 2.12 (`shape`, `stride`), and one pair for each mesh dim since
+2.13 (`axes`).
+
+A rank's pickle is untrusted: the number of ranks in its meshes, and the number of boxes of its tensors, are limited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,16 +25,28 @@ from transaxle.axes.geometry import ChunkRule, Interval, MeshCut, Replicated, Sh
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Entry, Shape, elements_shape
 from transaxle.formats.deepspeed.spread import ShardBlock
+from transaxle.formats.pickled.builders import MAX_DIMS
 from transaxle.formats.pickled.descriptors import NOTHING, DType, Object, TensorRef
+from transaxle.formats.ranks.names import ONE_SAVE
 from transaxle.formats.torch_file.saved import ViewFault
 from transaxle.formats.torch_file.saved import place as place_tensor
 
-_MAX_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 """Largest number of ranks in a device mesh."""
-_REPLICATE, _PARTIAL, _STRIDED = "Replicate", "Partial", "_StridedShard"
+_MAX_MESH_DIMS = 32
+_MAX_RANKS_OF_MESHES = 1 << 22
+"""Largest number of ranks in all device meshes of one file together."""
+_MAX_BLOCKS, _MAX_BLOCKS_OF_FILE = 1 << 14, 1 << 20
+"""Largest number of boxes of one tensor, and of all tensors of one file together, that `_StridedShard` may cut."""
+_MAX_SIZE = 2**63 - 1
+_MAX_LAYOUT_ITEMS, _MAX_LAYOUT_DEPTH = 32, 3
+_REPLICATE, _STRIDED = "Replicate", "_StridedShard"
+_PARTIALS = ("Partial", "_Partial")
 _RESHAPED = "Save it with a Shard or Replicate placement for each mesh dim: redistribute() it first."
-
 _MISNAMED = "Copy each rank's file under its own name."
+_FLAT_NAMES = ("_flat_param", "flat_param")
+"""Last segments of the names under which FSDP1 keeps flat parameters."""
+_SHARDED = "Save with FSDP's StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, or with torch.distributed.checkpoint."
 
 ReadRanks = Callable[[object], Sequence[int]]
 """`read(tensor)` returns the integers in a pickled tensor: the ranks of a device mesh."""
@@ -56,6 +71,16 @@ class Mesh(NamedTuple):
         return tuple(reversed(coordinate))
 
 
+class _Place(NamedTuple):
+    """A device mesh, and where in it the rank of a file is."""
+
+    mesh: Mesh
+    coordinate: tuple[int, ...]
+    """Index of the rank along each mesh dim."""
+    ranks: frozenset[int]
+    """The ranks of the mesh; equal sets are one object."""
+
+
 class Cut(NamedTuple):
     """How one mesh dim cuts a tensor: the placement of that mesh dim."""
 
@@ -75,29 +100,35 @@ class RankTensor:
     """Shape of the whole tensor, in elements."""
     blocks: tuple[ShardBlock, ...]
     """The non-empty boxes of the whole tensor that are in the local tensor."""
-    mesh: Mesh | None = None
-    """Mesh of a DTensor; None for a plain tensor and for a ShardedTensor."""
-    cuts: tuple[Cut, ...] = ()
-    """Cuts of a DTensor, in the order in which they are applied."""
+    mesh_ranks: frozenset[int] | None = None
+    """Ranks of a DTensor's mesh; None for a plain tensor and for a ShardedTensor. Equal sets are one object."""
     is_whole: bool = False
     """Whether this is a plain tensor, of which the rank has every element."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankTensorReader:
     """Reads the descriptions of tensors in the file of one rank.
 
     Args:
         file: name of the rank's file.
-        rank: number of the rank.
-        read_ranks: function that reads the ranks of a device mesh from a pickled tensor.
+        rank: the rank.
+        count: number of files, and so of ranks.
+        read_ranks: function that reads a tensor of ranks.
+        rank_sets: sets of ranks that meshes consist of, by their ranks in order; the readers of all files share them.
     """
 
     file: str
     rank: int
+    count: int
     read_ranks: ReadRanks
-    _meshes: dict[int, Mesh] = field(default_factory=dict)
-    """`id` of a pickled mesh -> the parsed mesh. All tensors of a file share one pickled mesh."""
+    rank_sets: dict[tuple[int, ...], frozenset[int]]
+    _places: dict[int, _Place] = field(default_factory=dict)
+    """Maps the identity of a pickled mesh, which all tensors share, to the mesh."""
+    _rank_maps: dict[int, Sequence[int]] = field(default_factory=dict)
+    """Maps the identity of a pickled tensor of ranks to the ranks."""
+    _ranks_left: int = _MAX_RANKS_OF_MESHES
+    _blocks_left: int = _MAX_BLOCKS_OF_FILE
 
     def read(self, name: str, value: TensorRef | Object) -> RankTensor:
         """Return the rank's part of a tensor.
@@ -110,10 +141,14 @@ class RankTensorReader:
             ViewFault: with the code CORRUPT if the description contradicts itself or the rank; with the code
                 UNSUPPORTED for tensors of further kinds, and for DTensors with a `Partial` placement.
         """
+        if name.rpartition(".")[2] in _FLAT_NAMES:
+            message = "it is a flat parameter of FSDP1, and the file does not say which parameters it consists of"
+            raise ViewFault("UNSUPPORTED", message, _SHARDED)
         kind = value.cls.name if isinstance(value, Object) else ""
         if kind == "DTensor":
             return self._read_dtensor(name, value)
         if kind == "ShardedTensor":
+            self._check_group(value)
             return _read_sharded(name, value, self.file)
         entry = _local(name, value, self.file)
         whole = ShardBlock((0,) * len(entry.shape), (0,) * len(entry.shape), entry.shape)
@@ -129,12 +164,9 @@ class RankTensorReader:
         shape = elements_shape(tuple(meta[0]), meta[2].code)
         if meta[2].code != entry.dtype:
             raise ViewFault("CORRUPT", f"it is {meta[2].name}, and the rank's part is {entry.dtype}")
-        pickled_mesh = _object(spec.get("mesh") or spec.get("device_mesh"), "mesh")
-        mesh = self._meshes.get(id(pickled_mesh))
-        if mesh is None:
-            mesh = self._meshes[id(pickled_mesh)] = _mesh(pickled_mesh, self.read_ranks)
-        coordinate = self._coordinate(mesh, attributes(pickled_mesh).get("_coordinate_on_dim"))
+        mesh, coordinate, mesh_ranks = self._place(_object(spec.get("mesh"), "mesh"))
         cuts = _cuts(spec, mesh, len(shape))
+        self._charge_blocks(cuts)
         applied = [MeshCut(cut.dim, mesh.shape[cut.mesh_dim], coordinate[cut.mesh_dim], cut.rule) for cut in cuts]
         try:
             positions = place(shape, applied)
@@ -144,26 +176,99 @@ class RankTensorReader:
         if local != entry.shape:
             message = f"by its placements, rank {self.rank} has {list(local)} of {list(shape)}"
             raise ViewFault("CORRUPT", f"{message}; its file has {list(entry.shape)}")
-        return RankTensor(entry, shape, tuple(_blocks(positions)), mesh, cuts)
+        return RankTensor(entry, shape, tuple(_blocks(positions)), mesh_ranks)
 
-    def _coordinate(self, mesh: Mesh, recorded: object) -> tuple[int, ...]:
-        """Return the coordinates of this file's rank in a mesh.
+    def _charge_blocks(self, cuts: Sequence[Cut]) -> None:
+        """Refuse cuts that divide a tensor, or all tensors of the file together, into too many boxes."""
+        count = prod(cut.rule.split_factor for cut in cuts if isinstance(cut.rule, StridedShard))
+        self._blocks_left -= count - 1
+        if count > _MAX_BLOCKS or self._blocks_left < 0:
+            raise ViewFault("UNSUPPORTED", f"its placements divide it into {count} boxes on each rank", _RESHAPED)
 
-        Args:
-            mesh: the device mesh of a DTensor.
-            recorded: coordinates of the rank that saved the file, as the file records them; None if the file does not
-                record them.
-        """
+    def _place(self, pickled: Object) -> _Place:
+        """Return a mesh, and the place in it of this file's rank."""
+        mesh_place = self._places.get(id(pickled))
+        if mesh_place is not None:
+            return mesh_place
+        state = attributes(pickled)
+        mesh = self._read_mesh(state)
+        saved_by = self._rank_of_save(state)
+        if saved_by not in (None, self.rank):
+            raise self._name_fault(saved_by)
         coordinate = mesh.coordinate(self.rank)
         if coordinate is None:
             message = f"its device mesh has the ranks {_list_ranks(mesh.ranks)}, but not {self.rank}, this file's rank"
             raise ViewFault("CORRUPT", message, _MISNAMED)
+        recorded = state.get("_coordinate_on_dim")
         if isinstance(recorded, list | tuple) and tuple(recorded) != coordinate:
             message = (
                 f"the rank at {list(recorded)} of its device mesh saved it; rank {self.rank} is at {list(coordinate)}"
             )
             raise ViewFault("CORRUPT", message, _MISNAMED)
-        return coordinate
+        ranks = self.rank_sets.setdefault(mesh.ranks, frozenset(mesh.ranks))
+        mesh_place = self._places[id(pickled)] = _Place(mesh, coordinate, ranks)
+        return mesh_place
+
+    def _name_fault(self, saved_by: int | None) -> ViewFault:
+        message = f"rank {saved_by} saved it, but the file has the name of rank {self.rank}"
+        return ViewFault("CORRUPT", message, _MISNAMED)
+
+    def _read_mesh(self, state: Mapping[str, Any]) -> Mesh:
+        if "_rank_map" not in state:
+            tensor = state.get("mesh")
+            shape = tensor.shape if isinstance(tensor, TensorRef) else ()
+            return _check_mesh(Mesh(tuple(self._rank_map(tensor)), tuple(shape)))
+        ranks, axes = self._rank_map(state["_rank_map"]), _axes(state)
+        self._charge_ranks(prod(size for sizes, _ in axes for size in sizes))
+        indices = _indices(axes)
+        # A mesh that was sliced out of a larger one exists several times, side by side in the list of all ranks: the
+        # rank belongs to one of them. Its layout gives the first, and its offset follows from the coordinate.
+        offset = _offset(ranks, axes, self.rank, state.get("_coordinate_on_dim"))
+        if max(indices) + offset >= len(ranks):
+            raise ViewFault("CORRUPT", "the layout of its device mesh names more ranks than there are")
+        shape = tuple(prod(sizes) for sizes, _ in axes)
+        return _check_mesh(Mesh(tuple(ranks[index + offset] for index in indices), shape))
+
+    def _rank_of_save(self, state: Mapping[str, Any]) -> int | None:
+        """Return the rank that saved a mesh; None if the file does not say.
+
+        torch 2.10 records only the rank's coordinate, in the mesh and in the mesh out of which it was sliced.
+        """
+        rank = state.get("_rank")
+        if type(rank) is int or "_rank_map" not in state:
+            return rank if type(rank) is int else None
+        root = state.get("_root_mesh")
+        state = attributes(root) if isinstance(root, Object) else state
+        coordinate = state.get("_coordinate_on_dim")
+        ranks, axes = self._rank_map(state.get("_rank_map")), _axes(state)
+        if not _is_shape(coordinate) or len(coordinate) != len(axes):  # type: ignore[arg-type]
+            return None
+        index = _index(axes, coordinate)  # type: ignore[arg-type]
+        return ranks[index] if index < len(ranks) else None
+
+    def _rank_map(self, tensor: object) -> Sequence[int]:
+        ranks = self._rank_maps.get(id(tensor))
+        if ranks is None:
+            ranks = self._rank_maps[id(tensor)] = self.read_ranks(tensor)
+            self._charge_ranks(len(ranks))
+        return ranks
+
+    def _charge_ranks(self, count: int) -> None:
+        """Refuse a mesh that is too large, and the meshes of a file that are too large together."""
+        self._ranks_left -= count
+        if count > MAX_RANKS or self._ranks_left < 0:
+            raise ViewFault("CORRUPT", "its device mesh has more ranks than any job")
+
+    def _check_group(self, value: Any) -> None:
+        """Refuse a ShardedTensor that another rank has saved, or a rank of a job of another size."""
+        fields = value.state
+        group = fields[2] if isinstance(fields, tuple) and len(fields) > 2 else None
+        state = attributes(group) if isinstance(group, Object) else {}
+        rank, count = state.get("global_rank"), state.get("global_world_size")
+        if type(rank) is int and rank != self.rank:
+            raise self._name_fault(rank)
+        if type(count) is int and count != self.count:
+            raise ViewFault("CORRUPT", f"a job of {count} ranks saved it, and there are {self.count} files", ONE_SAVE)
 
 
 def _local(name: str, value: object, file: str) -> Entry:
@@ -181,8 +286,8 @@ def _blocks(positions: Sequence[Sequence[Interval]]) -> list[ShardBlock]:
     """
     offsets = []
     for intervals in positions:
-        starts = [sum(stop - start for start, stop in intervals[:number]) for number in range(len(intervals))]
-        offsets.append([(*interval, at) for interval, at in zip(intervals, starts, strict=True)])
+        starts = accumulate((stop - start for start, stop in intervals), initial=0)
+        offsets.append([(*interval, at) for interval, at in zip(intervals, starts, strict=False)])
     blocks = (
         ShardBlock(
             tuple(start for start, _, _ in box),
@@ -207,93 +312,99 @@ def _cuts(spec: Mapping[str, Any], mesh: Mesh, dims: int) -> tuple[Cut, ...]:
 
 
 def _in_order(cuts: Sequence[Cut], shard_order: object) -> list[Cut]:
-    """Return cuts in the order that the pickle records; if the pickle records none, the first mesh dim cuts first."""
-    order: list[int] = []
+    """Return cuts in the recorded order; without a record, mesh dims cut from first to last."""
+    order: list[tuple[object, int]] = []
     for item in shard_order if isinstance(shard_order, list | tuple) else ():
         entry = _object(item, "shard_order").args
-        if len(entry) != 2 or not isinstance(entry[1], list | tuple):
+        if len(entry) != 2 or not isinstance(entry[1], list | tuple) or len(entry[1]) > len(cuts):
             raise ViewFault("CORRUPT", "its shard order is malformed")
-        order += [number for number in entry[1] if type(number) is int]
-    cutting = sorted(cut.mesh_dim for cut in cuts if cut.dim is not None)
-    if order and sorted(order) != cutting:
-        raise ViewFault("CORRUPT", f"its shard order names the mesh dims {order}; by its placements, {cutting} cut it")
-    return (
-        sorted(cuts, key=lambda cut: order.index(cut.mesh_dim) if cut.mesh_dim in order else -1)
-        if order
-        else list(cuts)
-    )
+        order += [(entry[0], number) for number in entry[1] if type(number) is int]
+        if len(order) > len(cuts):
+            raise ViewFault("CORRUPT", "its shard order names a mesh dim twice")
+    if not order:
+        return list(cuts)
+    cutting = sorted((cut.dim, cut.mesh_dim) for cut in cuts if cut.dim is not None)
+    if len(order) != len(cutting) or set(order) != set(cutting):
+        message = f"by its shard order, tensor dims are cut by mesh dims as {order}; by its placements, as {cutting}"
+        raise ViewFault("CORRUPT", message)
+    positions = {mesh_dim: number for number, (_, mesh_dim) in enumerate(order)}
+    return sorted(cuts, key=lambda cut: positions.get(cut.mesh_dim, -1))
 
 
 def _cut(mesh_dim: int, placement: Object, size: int, dims: int) -> Cut:
     kind, state = placement.cls.name, attributes(placement)
-    if kind == _REPLICATE or (kind == _PARTIAL and size == 1):
+    if kind == _REPLICATE or (kind in _PARTIALS and size == 1):
         return Cut(mesh_dim, None, Replicated())
-    if kind == _PARTIAL:
+    if kind in _PARTIALS:
         raise ViewFault("UNSUPPORTED", f"mesh dim {mesh_dim} holds partial sums of it, not parts", _RESHAPED)
     dim, factor = state.get("dim", *placement.args[:1]), state.get("split_factor", 1)
     if kind not in (_STRIDED, "Shard"):
         raise ViewFault("UNSUPPORTED", f"mesh dim {mesh_dim} has the placement {placement.cls}", _RESHAPED)
-    if type(dim) is not int or not -dims <= dim < dims or type(factor) is not int or not 0 < factor <= _MAX_RANKS:
+    if type(dim) is not int or not -dims <= dim < dims or type(factor) is not int or not 0 < factor <= MAX_RANKS:
         raise ViewFault("CORRUPT", f"mesh dim {mesh_dim} cuts dim {dim!r} of a tensor of {dims} dims")
     return Cut(mesh_dim, dim % dims, StridedShard(factor) if kind == _STRIDED else Shard())
 
 
-def _mesh(mesh: Object, read_ranks: ReadRanks) -> Mesh:
-    state = attributes(mesh)
-    if "_rank_map" not in state:
-        tensor = state.get("mesh")
-        shape = tensor.shape if isinstance(tensor, TensorRef) else ()
-        return _check_mesh(Mesh(tuple(read_ranks(tensor)), tuple(shape)))
-    ranks = read_ranks(state["_rank_map"])
-    axes = _axes(_object(state.get("_layout"), "_layout"))
-    if prod(size for sizes, _ in axes for size in sizes) > _MAX_RANKS:
-        raise ViewFault("CORRUPT", "its device mesh has more ranks than any job")
+def _indices(axes: Sequence[tuple[Shape, Shape]]) -> list[int]:
+    """Return the indices, in the list of all ranks, of the first mesh with this layout, in row-major order."""
     indices = [0]
     for sizes, strides in axes:
         for size, stride in zip(sizes, strides, strict=True):
             indices = [index + position * stride for index in indices for position in range(size)]
-    # If a mesh was sliced out of a larger mesh, several meshes of the same layout exist side by side in the list of all
-    # ranks. The rank belongs to one of these meshes. The layout describes the first of them; the offset of the rank's
-    # mesh follows from the rank's coordinates.
-    if not indices or max(indices) >= len(ranks):
-        raise ViewFault("CORRUPT", "the layout of its device mesh names more ranks than there are")
-    shape = tuple(prod(sizes) for sizes, _ in axes)
-    rank, coordinate = state.get("_rank"), state.get("_coordinate_on_dim")
-    offset = _offset(ranks, axes, rank, coordinate) if type(rank) is int else 0
-    if max(indices) + offset >= len(ranks):
-        raise ViewFault("CORRUPT", "its device mesh names more ranks than there are")
-    return _check_mesh(Mesh(tuple(ranks[index + offset] for index in indices), shape))
+    return indices
+
+
+def _index(axes: Sequence[tuple[Shape, Shape]], coordinate: Sequence[int]) -> int:
+    """Return the index, in the list of all ranks, of a coordinate of the first mesh with this layout."""
+    index = 0
+    for (sizes, strides), position in zip(axes, coordinate, strict=True):
+        for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+            position, inner = divmod(position, size)
+            index += inner * stride
+    return index
 
 
 def _offset(ranks: Sequence[int], axes: Sequence[tuple[Shape, Shape]], rank: int, coordinate: object) -> int:
-    """Return the position, in the list of all ranks, of the first rank of the mesh; the mesh is the one that contains
-    `rank`.
-    """
+    """Return the index, in the list of all ranks, of the first rank of the mesh that contains `rank`."""
     if rank not in ranks or not _is_shape(coordinate) or len(coordinate) != len(axes):  # type: ignore[arg-type]
         return 0
-    at = ranks.index(rank)
-    for (sizes, strides), position in zip(axes, coordinate, strict=True):  # type: ignore[call-overload]
-        for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-            position, inner = divmod(position, size)
-            at -= inner * stride
-    return max(at, 0)
+    return max(ranks.index(rank) - _index(axes, coordinate), 0)  # type: ignore[arg-type]
 
 
-def _axes(layout: Object) -> list[tuple[Shape, Shape]]:
-    """Return the sizes and the strides of each mesh dim in a pickled layout."""
-    state = attributes(layout)
+def _axes(mesh: Mapping[str, Any]) -> list[tuple[Shape, Shape]]:
+    """Return sizes and strides of each dim of a mesh; a mesh dim has several sizes where it joins mesh dims."""
+    state = attributes(_object(mesh.get("_layout"), "_layout"))
     if "axes" in state:
-        axes = [attributes(_object(axis, "axes")) for axis in _sequence(state["axes"])]
-        pairs = [(axis.get("shape"), axis.get("stride")) for axis in axes]
+        layouts = [attributes(_object(axis, "axes")) for axis in _sequence(state["axes"])]
+        sizes: Sequence[object] = [axis.get("shape") for axis in layouts]
+        strides: Sequence[object] = [axis.get("stride") for axis in layouts]
     else:
-        pairs = list(zip(_sequence(state.get("shape")), _sequence(state.get("stride")), strict=False))
-    flat = [tuple((part,) if type(part) is int else part for part in pair) for pair in pairs]
-    if any(not _is_shape(part) for pair in flat for part in pair) or any(len(a) != len(b) for a, b in flat):  # type: ignore[arg-type]
+        sizes, strides = _items(state.get("shape")), _items(state.get("stride"))
+    if len(sizes) != len(strides) or len(sizes) > _MAX_MESH_DIMS:
         raise ViewFault("CORRUPT", "the layout of its device mesh is malformed")
-    return [(tuple(sizes), tuple(strides)) for sizes, strides in flat]  # type: ignore[arg-type]
+    axes = [(_numbers(size), _numbers(stride)) for size, stride in zip(sizes, strides, strict=True)]
+    if any(len(size) != len(stride) or not all(size) or prod(size) > MAX_RANKS for size, stride in axes):
+        raise ViewFault("CORRUPT", "the layout of its device mesh is malformed")
+    return axes
+
+
+def _items(value: object) -> Sequence[object]:
+    """Return the sizes or strides of a layout, one for each mesh dim; a layout of one mesh dim may be a number."""
+    return (value,) if type(value) is int else _sequence(value)
+
+
+def _numbers(value: object, depth: int = _MAX_LAYOUT_DEPTH) -> tuple[int, ...]:
+    """Return the numbers in nested tuples."""
+    if type(value) is int and 0 <= value <= _MAX_SIZE:
+        return (value,)
+    if not depth or not isinstance(value, list | tuple) or len(value) > _MAX_LAYOUT_ITEMS:
+        raise ViewFault("CORRUPT", "the layout of its device mesh is malformed")
+    return tuple(number for item in value for number in _numbers(item, depth - 1))
 
 
 def _check_mesh(mesh: Mesh) -> Mesh:
+    if len(mesh.shape) > _MAX_MESH_DIMS:
+        raise ViewFault("CORRUPT", f"its device mesh has {len(mesh.shape)} dims")
     if len(mesh.ranks) != prod(mesh.shape) or len(set(mesh.ranks)) != len(mesh.ranks):
         raise ViewFault(
             "CORRUPT", f"its device mesh of shape {list(mesh.shape)} has the ranks {_list_ranks(mesh.ranks)}"
@@ -322,7 +433,8 @@ def _read_sharded(name: str, value: Any, file: str) -> RankTensor:
     entry = _local(name, shard.get("tensor"), file)
     box = attributes(_object(shard.get("metadata"), "metadata"))
     start, sizes = box.get("shard_offsets"), box.get("shard_sizes")
-    if not _is_shape(start) or len(start) != len(shape) or tuple(sizes or ()) != entry.shape:  # type: ignore[arg-type]
+    is_box = _is_shape(start) and _is_shape(sizes) and len(start) == len(shape)  # type: ignore[arg-type]
+    if not is_box or tuple(sizes) != entry.shape:  # type: ignore[arg-type]
         raise ViewFault("CORRUPT", f"its shard is described as {sizes!r}; the rank's part is {list(entry.shape)}")
     if entry.dtype != dtype.code:
         raise ViewFault("CORRUPT", f"it is {dtype.name}, and the rank's part is {entry.dtype}")
@@ -356,7 +468,11 @@ def _sequence(value: object) -> Sequence[Any]:
 
 
 def _is_shape(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(type(size) is int and size >= 0 for size in value)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) <= MAX_DIMS
+        and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
+    )
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:

@@ -16,10 +16,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
+from transaxle.axes.geometry import row_major
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, NumbersInMemory, Shape, Twin, number, numpy_dtype
 from transaxle.formats.dcp.chunk_tiling import check_tiling
@@ -27,15 +30,30 @@ from transaxle.formats.deepspeed.rank_files import RankShard, block_extents
 from transaxle.formats.deepspeed.spread import ShardBlock
 from transaxle.formats.flattened_state import Odd, flatten
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
-from transaxle.formats.ranks.names import GATHER, ONE_SAVE, names_like, rank_files
-from transaxle.formats.ranks.rank_tensors import RankTensor, RankTensorReader
+from transaxle.formats.ranks.names import ALL_FILES, GATHER, ONE_SAVE, names_like, rank_files
+from transaxle.formats.ranks.rank_tensors import MAX_RANKS, RankTensor, RankTensorReader
 from transaxle.formats.registry import RANKS, sort_sidecars
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import Saved, ViewFault, place, read_saved
-from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, TRAINING, State, TrainingItem, arrange, single, tops
+from transaxle.formats.training_state import (
+    GROUPS,
+    LEFT_BEHIND,
+    OPTIMIZER,
+    TRAINING,
+    State,
+    TrainingItem,
+    arrange,
+    single,
+    tops,
+)
 
 _DIFFERENT = "different from rank to rank"
 _SHOWN = 6
+_NUMBERED, _STEP = f"{OPTIMIZER}#", "/step"
+_NAMED_STATE = (
+    "Save the optimizer with FSDP.optim_state_dict or torch.distributed.checkpoint.state_dict.get_state_dict, which "
+    "name its parameters. To do without its state: --no-optimizer (optimizer=False)."
+)
 _INTEGERS = ("I32", "I64")
 _LONGEST_MESH = 8 << 20
 """Largest size in bytes of a device mesh."""
@@ -77,12 +95,17 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
     """
     template = names_like(member, ranks)
     files = rank_files(storage.listing().names, template)
+    if storage.single and len(files) > 1:
+        message = f"this is the file of one of {len(files)} ranks, which has a part of the tensors"
+        raise refuse("INCOMPLETE", message, file=member, hint=ALL_FILES)
     inline = NumbersInMemory(storage)
     faults = Faults()
     contents = []
+    rank_sets: dict[tuple[int, ...], frozenset[int]] = {}
     for rank, file in files.items():
+        reader = RankTensorReader(file, rank, len(files), partial(_ranks, inline, file), rank_sets)
         try:
-            contents.append(_read_file(inline, file, rank))
+            contents.append(_read_file(inline, reader))
         except TransaxleError as error:
             faults.extend(*error.refusals)
         if faults.full:
@@ -108,14 +131,14 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
     )
 
 
-def _read_file(inline: NumbersInMemory, file: str, rank: int) -> _RankFile:
+def _read_file(inline: NumbersInMemory, reader: RankTensorReader) -> _RankFile:
     """Read the description of one rank's tensors."""
+    file = reader.file
     saved = read_saved(inline, file)
     leaves = flatten(saved.value, file)
     if not leaves and not isinstance(saved.value, dict | list | tuple):
         raise refuse("UNSUPPORTED", "the file holds neither tensors nor training state", file=file)
     state = arrange(leaves, file=file, read=partial(_setting, inline, file))
-    reader = RankTensorReader(file, rank, partial(_ranks, inline, file))
     tensors: dict[str, RankTensor] = {}
     faults = Faults()
     for name, leaf in state.leaves.items():
@@ -134,7 +157,7 @@ def _read_file(inline: NumbersInMemory, file: str, rank: int) -> _RankFile:
             break
     if faults:
         raise faults.error()
-    return _RankFile(rank, file, tensors, state, saved)
+    return _RankFile(reader.rank, file, tensors, state, saved)
 
 
 def _whole_number(name: str, value: Any, inline: NumbersInMemory) -> RankTensor:
@@ -154,15 +177,23 @@ def _setting(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> o
 
 
 def _ranks(inline: NumbersInMemory, file: str, value: object) -> Sequence[int]:
-    """Read the ranks of a device mesh from a pickled tensor."""
+    """Read a tensor of ranks, from a device mesh; it may be a strided view."""
     if not isinstance(value, TensorRef):
         raise ViewFault("CORRUPT", "its device mesh has no ranks")
-    entry, _ = place("", value, file)
-    if entry.dtype not in _INTEGERS or entry.nbytes > _LONGEST_MESH or any(each.strides for each in entry.extents):
+    entry, repeated = place("", value, file)
+    if entry.dtype not in _INTEGERS or repeated or prod(entry.shape) > MAX_RANKS:
         raise ViewFault("CORRUPT", f"the ranks of its device mesh are a tensor of {entry.dtype} {list(entry.shape)}")
-    data = b"".join(inline.read(each.file, each.offset, entry.nbytes) for each in entry.extents)
-    ranks: list[int] = np.frombuffer(data, numpy_dtype(entry.dtype)).tolist()
-    return ranks
+    if 0 in entry.shape:
+        return ()
+    (extent,) = entry.extents
+    strides = extent.strides or row_major(entry.shape)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(entry.shape, strides, strict=True))
+    dtype = numpy_dtype(entry.dtype)
+    if span * dtype.itemsize > _LONGEST_MESH:
+        raise ViewFault("CORRUPT", f"the ranks of its device mesh are spread over {span} elements of a storage")
+    numbers = np.frombuffer(inline.read(extent.file, extent.offset, span * dtype.itemsize), dtype)
+    ranks = as_strided(numbers, entry.shape, [stride * dtype.itemsize for stride in strides])
+    return tuple(ranks.ravel().tolist())
 
 
 @dataclass(slots=True)
@@ -183,12 +214,16 @@ def _merge(inline: NumbersInMemory, files: Sequence[_RankFile]) -> _Merged:
         for name, tensor in file.tensors.items():
             parts_by_name[name].append((file, tensor))
     neighbours = _neighbours(files)
+    _refuse_flat_state(files, faults)
+    if faults:
+        raise faults.error()
     training, left_behind, dropped = _training(inline, files, faults)
     merged = _Merged({}, [], {}, training)
+    dating = next((name for name in parts_by_name if name.startswith(OPTIMIZER) and name.endswith(_STEP)), None)
     for name, parts in parts_by_name.items():
         if name in dropped:
             continue
-        joined = _join(name, parts, files, neighbours, faults)
+        joined = _join(name, parts, files, neighbours, faults, dates=name == dating)
         if joined is not None:
             merged.entries[name] = joined[0]
             merged.twins += joined[1]
@@ -207,19 +242,58 @@ def _merge(inline: NumbersInMemory, files: Sequence[_RankFile]) -> _Merged:
     return merged
 
 
+def _refuse_flat_state(files: Sequence[_RankFile], faults: Faults) -> None:
+    """Refuse the state of FSDP1's optimizer: each rank's part of numbered flat parameters, as plain tensors."""
+    numbered = [(name, tensor) for file in files for name, tensor in file.tensors.items() if name.startswith(_NUMBERED)]
+    shapes: dict[str, list[Shape]] = defaultdict(list)
+    for name, tensor in numbered:
+        if tensor.shape:
+            shapes[name].append(tensor.shape)
+    if len(files) == 1 or not shapes or not all(tensor.is_whole for _, tensor in numbered):
+        return
+    uneven = [name for name, of_ranks in shapes.items() if len(of_ranks) < len(files) or len(set(of_ranks)) > 1]
+    all_flat = all(len(shape) == 1 for of_ranks in shapes.values() for shape in of_ranks)
+    if uneven or all_flat:
+        message = (
+            "each rank has another part of it, and the files do not say which: FSDP1's optimizer numbers flat "
+            "parameters, which have no names"
+        )
+        faults.add("UNSUPPORTED", message, files[0].file, next(iter(uneven or shapes)), _NAMED_STATE)
+
+
 def _neighbours(files: Sequence[_RankFile]) -> dict[int, frozenset[int]]:
     """Return, for each rank, the ranks that must have the same plain tensors: all ranks in the meshes of the rank's
     DTensors.
 
-    Without pipeline stages, all ranks of a job hold the same plain tensors. With pipeline stages, each stage has
-    separate meshes and separate plain tensors.
+    All ranks of a job hold the same plain tensors, but for pipeline stages: each stage has meshes of its own. Equal
+    sets of ranks are mostly one object.
     """
     everyone = frozenset(file.rank for file in files)
+    unions: dict[frozenset[int], frozenset[int]] = {frozenset(): everyone}
     neighbours = {}
     for file in files:
-        meshes = {tensor.mesh.ranks for tensor in file.tensors.values() if tensor.mesh is not None}
-        neighbours[file.rank] = frozenset().union(*meshes) if meshes else everyone
+        meshes = {id(ranks): ranks for tensor in file.tensors.values() if (ranks := tensor.mesh_ranks) is not None}
+        key = frozenset(meshes)
+        if key not in unions:
+            unions[key] = frozenset().union(*meshes.values())
+        neighbours[file.rank] = unions[key]
     return neighbours
+
+
+def _ranks_without(
+    parts: Sequence[tuple[_RankFile, RankTensor]], neighbours: Mapping[int, frozenset[int]]
+) -> tuple[_RankFile, list[int]] | None:
+    """Return a file with a tensor, and the ranks that must have the tensor as well, but do not; None if all have it."""
+    holders = {file.rank for file, _ in parts}
+    checked: set[int] = set()
+    for file, tensor in parts:
+        must_have = neighbours[file.rank] if tensor.is_whole else tensor.mesh_ranks
+        if must_have is None or id(must_have) in checked:
+            continue
+        checked.add(id(must_have))
+        if missing := must_have - holders:
+            return file, sorted(missing)
+    return None
 
 
 def _join(
@@ -228,10 +302,11 @@ def _join(
     files: Sequence[_RankFile],
     neighbours: Mapping[int, frozenset[int]],
     faults: Faults,
+    *,
+    dates: bool,
 ) -> tuple[Entry, list[Twin]] | None:
     """Join the ranks' parts of one tensor; add a fault and return None if they contradict each other."""
     first_file, first = parts[0]
-    holders = {file.rank for file, _ in parts}
     for file, tensor in parts:
         if tensor.is_whole != first.is_whole:
             kinds = {first.is_whole: first_file.file, tensor.is_whole: file.file}
@@ -247,20 +322,21 @@ def _join(
             message = f"it is {tensor.entry.dtype}, but {first.entry.dtype} in {first_file.file}"
             faults.add("DTYPE_MIXED", message, file.file, name, ONE_SAVE)
             return None
-        must_have = neighbours[file.rank] if tensor.mesh is None else frozenset(tensor.mesh.ranks)
-        lacking = sorted(must_have - holders) if tensor.mesh is not None or tensor.is_whole else []
-        if lacking:
-            message = f"rank {file.rank} shares it with rank {', '.join(map(str, lacking[:_SHOWN]))}"
-            rank_file = next((file.file for file in files if file.rank == lacking[0]), None)
-            if rank_file is None:
-                message += f", but there are {len(files)} files"
-            faults.add("INCOMPLETE", f"{message}, where it is missing", rank_file or file.file, name, GATHER)
-            return None
-    return _join_boxes(name, parts, faults)
+    if (without := _ranks_without(parts, neighbours)) is not None:
+        file, missing = without
+        ranks = ", ".join(map(str, missing[:_SHOWN]))
+        rank_file = next((each.file for each in files if each.rank == missing[0]), None)
+        if rank_file is None:
+            message = f"rank {file.rank} shares it with rank {ranks}, but there are {len(files)} files"
+        else:
+            message = f"rank {file.rank} shares it with rank {ranks}, where it is missing"
+        faults.add("INCOMPLETE", message, rank_file or file.file, name, GATHER)
+        return None
+    return _join_boxes(name, parts, faults, dates=dates)
 
 
 def _join_boxes(
-    name: str, parts: Sequence[tuple[_RankFile, RankTensor]], faults: Faults
+    name: str, parts: Sequence[tuple[_RankFile, RankTensor]], faults: Faults, *, dates: bool
 ) -> tuple[Entry, list[Twin]] | None:
     file, first = parts[0]
     owners: dict[tuple[Shape, Shape], tuple[_RankFile, RankShard, ShardBlock]] = {}
@@ -281,7 +357,7 @@ def _join_boxes(
                     Entry(name, shard.dtype, block.shape, tuple(block_extents(owner, owner_block, origin))),
                     Entry(name, shard.dtype, block.shape, tuple(block_extents(shard, block, origin))),
                     f"ranks {owner_file.rank} and {file.rank} have the same {'tensor' if tensor.is_whole else 'part'}",
-                    replica=True,
+                    dates=dates,
                 )
             )
     if not first.is_whole and not check_tiling(name, first.shape, list(owners), file.file, faults):

@@ -416,10 +416,15 @@ _KINDS: dict[str, str] = {
     "_rebuild_njt": "a nested tensor",
     "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no values",
     "DTensor": "a DTensor, of which this file holds only one rank's part",
+    "ShardedTensor": "a ShardedTensor, of which this file holds only one rank's part",
     "UninitializedParameter": "a parameter without values",
     "UninitializedBuffer": "a buffer without values",
 }
 _HINT = "Save the tensor as plain dense tensors."
+_OF_RANKS = (
+    "Give the folder with the files of all ranks, and say how they are named: --ranks 'model_rank{}.pt' (ranks=), with "
+    "{} for the rank."
+)
 
 
 class ViewFault(Exception):
@@ -446,7 +451,8 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
     """
     if isinstance(tensor, Object):
         kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
-        raise ViewFault("UNSUPPORTED", f"it is {kind}", _HINT)
+        is_part = tensor.cls.name in ("DTensor", "ShardedTensor")
+        raise ViewFault("UNSUPPORTED", f"it is {kind}", _OF_RANKS if is_part else _HINT)
     if isinstance(tensor, Quantized):
         raise ViewFault("UNSUPPORTED", f"it is a {tensor.kind}, which consists of several tensors", _HINT)
     stored = tensor.storage

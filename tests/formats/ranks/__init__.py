@@ -1,0 +1,1 @@
+"""Folders with one torch file for each rank."""
