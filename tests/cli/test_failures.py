@@ -201,7 +201,10 @@ def _cache(ck: Path, revision: str = "0123abcd") -> Path:
 def test_a_snapshot_in_a_hub_cache(ck: Path, transaxle: Transaxle) -> None:
     snapshot = _cache(ck)
     assert transaxle("convert", snapshot, "out", "--to", "dcp:torchtitan").code == 0
-    transaxle("ls", "models--me--mine").expect(REFUSED, err="models--me--mine/snapshots/0123abcd.")
+    assert transaxle("convert", "models--me--mine", "again", "--to", "dcp:torchtitan").code == 0
+    assert transaxle("verify", "out", "again").code == 0
+    shutil.copytree(snapshot, snapshot.parent / "89ab", symlinks=True)
+    transaxle("ls", "models--me--mine").expect(USAGE, err="models--me--mine/snapshots/0123abcd")
 
 
 def test_hints_for_files_of_other_formats(ck: Path, transaxle: Transaxle) -> None:

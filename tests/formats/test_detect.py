@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[list[str], Code, str]] = {
     "two files": (["a.safetensors", "b.safetensors"], "AMBIGUOUS", "a.safetensors, b.safetensors"),
     "shards without their index": ([SHARD, OTHER], "AMBIGUOUS", "index"),
     "one of two shards": ([SHARD], "INCOMPLETE", "shard 1 of 2"),
-    "in a sub-folder": (["step-1/config.json", f"step-2/{FILE}"], "UNSUPPORTED", "step-2"),
+    "in a sub-folder": (["part-1/config.json", f"part-2/{FILE}"], "UNSUPPORTED", "part-2"),
 }
 
 
@@ -190,3 +190,126 @@ def test_other_formats_ask_for_no_metadata_of_dcp(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with refuses("UNSUPPORTED"):
         open_container(str(tmp_path), "torch")
+
+
+MODEL = json.dumps({"model_type": "llama"})
+VERL = "latest_checkpointed_iteration.txt"
+RANK = "model_world_size_1_rank_0.pt"
+
+INNER: dict[str, tuple[list[str], str]] = {
+    "Trainer": (["runs/", f"checkpoint-50/{FILE}"], "checkpoint-50"),
+    "Trainer, beside pruned steps": (["checkpoint-2/trainer_state.json", f"checkpoint-30/{FILE}"], "checkpoint-30"),
+    "accelerate": ([f"checkpoints/checkpoint_7/{FILE}"], "checkpoints/checkpoint_7"),
+    "Lightning": ([f"lightning_logs/version_0/checkpoints/epoch=1.ckpt/{FILE}"],
+        "lightning_logs/version_0/checkpoints/epoch=1.ckpt"),
+    "torchtune": ([f"epoch_0/{FILE}", "recipe_state/recipe_state.pt", "logs/"], "epoch_0"),
+    "torchtune before 0.5": ([f"epoch_0/{FILE}", "recipe_state.pt"], "epoch_0"),
+    "torchtitan": ([f"checkpoint/step-1000/{FILE}"], "checkpoint/step-1000"),
+    "SkyRL": ([f"policy/{FILE}", "data.pt", "trainer_state.pt"], "policy"),
+    "SkyRL's run": (["latest_ckpt_global_step.txt=4", f"global_step_4/policy/{FILE}", "global_step_4/data.pt",
+        f"global_step_2/policy/{FILE}"], "global_step_4/policy"),
+    "verl": ([f"actor/{FILE}", "data.pt"], "actor"),
+    "verl's run": ([f"{VERL}=100", f"global_step_100/actor/{FILE}", f"global_step_90/actor/{FILE}"],
+        "global_step_100/actor"),
+    "one step of verl without its file": ([f"global_step_90/actor/{FILE}"], "global_step_90/actor"),
+    "a hub's cache": (["refs/main", "blobs/", f"snapshots/0123abcd/{FILE}"], "snapshots/0123abcd"),
+}  # fmt: skip
+
+
+def fill_run(folder: Path, names: Iterable[str]) -> None:
+    """Create the files of a run; `NAME=TEXT` is a file with this text."""
+    for name in names:
+        file, _, text = name.partition("=") if ".txt" in name else (name, "", "")
+        fill(folder, [file])
+        if text:
+            (folder / file).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(("names", "inner"), INNER.values(), ids=INNER.keys())
+def test_the_one_checkpoint_in_a_trainers_folder_is_opened(tmp_path: Path, names: list[str], inner: str) -> None:
+    fill_run(tmp_path, names)
+    for path in (f"{tmp_path}", f"{tmp_path}/", tmp_path.as_uri()):
+        container = open_container(path)
+        assert (container.path, container.inside) == (f"{tmp_path}/{inner}", inner)
+        assert list(container.files) == [FILE]
+        container.storage.close()
+    assert open_container(f"{tmp_path}/{inner}").inside == ""
+
+
+UNDECIDED: dict[str, tuple[list[str], Code, str]] = {
+    "steps": ([f"checkpoint-{step}/{FILE}" for step in (9, 100, 20)], "AMBIGUOUS",
+        "checkpoint-100, checkpoint-20, checkpoint-9"),
+    "two models": ([f"global_step_5/{name}/{FILE}" for name in ("critic", "actor")], "AMBIGUOUS",
+        "global_step_5/actor, global_step_5/critic"),
+    "two models of a step": ([f"actor/{FILE}", f"critic/{FILE}", "data.pt"], "AMBIGUOUS", "actor, critic"),
+    "two steps of verl": ([f"global_step_{step}/actor/{FILE}" for step in (5, 10)], "AMBIGUOUS",
+        "global_step_10/actor, global_step_5/actor"),
+    "revisions": ([f"snapshots/{name}/{FILE}" for name in ("b1", "a2")], "AMBIGUOUS", "snapshots/a2, snapshots/b1"),
+    "versions": ([f"lightning_logs/version_{one}/checkpoints/a.ckpt/{FILE}" for one in (0, 1)], "AMBIGUOUS",
+        "version_1/checkpoints/a.ckpt, lightning_logs/version_0"),
+    "a step whose save was interrupted": ([f"checkpoint-1/{FILE}", "checkpoint-2/__0_0.distcp"], "AMBIGUOUS",
+        "checkpoint-2, checkpoint-1"),
+    "only an interrupted save": (["checkpoint-2/__0_0.distcp"], "INCOMPLETE", ".metadata"),
+    "an unfinished conversion": ([f"checkpoint-2/{FILE}", f"checkpoint-2/{SCRATCH}/"], "INCOMPLETE", "--resume"),
+    "the newest step is missing": ([f"{VERL}=100", f"global_step_90/actor/{FILE}"], "INCOMPLETE", "global_step_100"),
+    "more folders than are examined": ([f"checkpoint-1/{FILE}", *(f"checkpoint-{n}/" for n in range(2, 80))],
+        "UNSUPPORTED", "newest 60 folders, and 19 more"),
+    "a checkpoint among many folders": ([f"checkpoint-99/{FILE}", *(f"checkpoint-{n}/" for n in range(2, 80))],
+        "AMBIGUOUS", "19 more folders were not examined"),
+    "too deep": ([f"checkpoints/checkpoints/checkpoints/checkpoints/checkpoint-1/{FILE}"], "UNSUPPORTED", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "code", "said"), UNDECIDED.values(), ids=UNDECIDED.keys())
+def test_nothing_is_chosen_silently(tmp_path: Path, names: list[str], code: Code, said: str) -> None:
+    fill_run(tmp_path, names)
+    with refuses(code, said):
+        open_container(str(tmp_path))
+
+
+def test_a_format_is_searched_for_in_inner_folders(tmp_path: Path) -> None:
+    fill(tmp_path, [f"checkpoint-1/{FILE}", "checkpoint-2/.metadata"])
+    assert open_container(str(tmp_path), "safetensors").inside == "checkpoint-1"
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "used"),
+    [
+        ("run/checkpoint-1", "run/config.json", True),
+        ("run/checkpoint-1/part", "run/config.json", False),
+        ("run", "run/config.json", True),
+        ("run", "config.json", True),
+        ("run/checkpoint-1", "config.json", False),
+        (".", "run/config.json", False),
+    ],
+)
+def test_the_config_of_a_folder_above(tmp_path: Path, given: str, config: str, *, used: bool) -> None:
+    fill(tmp_path, [f"run/checkpoint-1/{FILE}", f"run/checkpoint-1/part/{FILE}"])
+    (tmp_path / config).write_text(MODEL)
+    if given == ".":
+        with pytest.raises(TransaxleError, match="no checkpoint"):
+            open_container(str(tmp_path))
+        return
+    container = open_container(str(tmp_path / given))
+    assert (container.config_path, container.carried) == (
+        (str(tmp_path / config), ("config.json",)) if used else ("", ())
+    )
+    if used:
+        assert container.storage.read("config.json", 0, container.storage.size("config.json")) == MODEL.encode()
+        assert "config.json" in container.storage.names()
+    assert open_container(str(tmp_path / given), config_above=False).carried == ()
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "no JSON", '{"model_type": 3}', '{"architectures": "A"}'])
+def test_no_config_of_a_model_above(tmp_path: Path, text: str) -> None:
+    fill(tmp_path, [f"out/{FILE}"])
+    (tmp_path / "config.json").write_text(text)
+    assert open_container(str(tmp_path / "out")).carried == ()
+
+
+def test_a_relative_folder_has_a_folder_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, [f"run/out/{FILE}"])
+    (tmp_path / "run" / "config.json").write_text(MODEL)
+    for here, given, path in (("run", "out", "./config.json"), ("run/out", ".", "../config.json")):
+        monkeypatch.chdir(tmp_path / here)
+        assert open_container(given).config_path == path

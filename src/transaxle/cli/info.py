@@ -261,7 +261,8 @@ def _wrap(screen: Screen, label: str, text: str) -> list[list[str]]:
 def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]:
     """Return the facts about a checkpoint as pairs of label and text, without pairs whose text is empty."""
     reason = facts["reason"]
-    lines = [("format", facts["format"])]
+    inner = f"{facts['inside']}, which was found in the folder that you gave" if facts["inside"] else ""
+    lines = [("opened", inner), ("format", facts["format"])]
     if reason is None:
         lines += [
             ("family", facts["family"] + (f", {_REPLACED}" if facts["replaces"] else "")),
@@ -288,6 +289,7 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
         ("dtypes", _dtypes(facts)),
         ("encodings", _encoding_words(facts)),
         ("config", ", ".join(f"{key} {_value(value)}" for key, value in facts["config"].items())),
+        ("", f"from {facts['config_path']}, in a folder above" if facts["config_path"] else ""),
         ("axes", " ".join(f"{axis}={count}" for axis, count in facts["axes"].items())),
         ("tied", ", ".join(facts["tied"])),
         ("aliases", ", ".join(f"{name} = {of}" for name, of in facts["aliases"].items())),

@@ -72,7 +72,8 @@ def totals(checkpoint: Checkpoint) -> Totals:
 
 def checkpoint_facts(checkpoint: Checkpoint) -> JsonFacts:
     """Return the facts about a checkpoint that can be read from its files' headers, without reading tensor data."""
-    return {"path": checkpoint.path, **_reading_facts(checkpoint), **_contents(checkpoint)}
+    place = {"path": checkpoint.path, "inside": checkpoint.container.inside}
+    return {**place, **_reading_facts(checkpoint), **_contents(checkpoint)}
 
 
 def _reading_facts(checkpoint: Checkpoint) -> JsonFacts:
@@ -128,6 +129,7 @@ def _contents(checkpoint: Checkpoint) -> JsonFacts:
         "optimizer": amount.optimizer,
         "parameters": amount.parameters,
         "bytes": amount.bytes,
+        "config_path": container.config_path,
         "config": {key: checkpoint.config[key] for key in _FACTS if key in checkpoint.config},
         "dtypes": {code: {"tensors": count[code], "bytes": nbytes} for code, nbytes in dtypes.most_common()},
         "encodings": _encodings(checkpoint),

@@ -251,7 +251,7 @@ class Container(msgspec.Struct, frozen=True):
     format: str
     """Name of the checkpoint's format, such as `safetensors`."""
     path: str
-    """Path of the checkpoint as the user typed it."""
+    """Path of the checkpoint as the user typed it, followed by `inside`."""
     storage: Storage
     """The storage that reads byte ranges of `files`."""
     entries: Mapping[str, Entry]
@@ -289,6 +289,11 @@ class Container(msgspec.Struct, frozen=True):
     `State`."""
     recoding: Recoding = Recoding()
     """Which tensors are computed, and from which stored tensors."""
+    inside: str = ""
+    """Path of the checkpoint in the folder that the user gave, if it was found in a folder of a trainer there; empty if
+    the user gave the checkpoint itself. The field `path` ends with it."""
+    config_path: str = ""
+    """Path of the config.json in a folder above the checkpoint that is used as the checkpoint's own; empty without."""
 
     def with_computed(
         self, computed: Mapping[str, ComputedTensor], entries: Mapping[str, Entry], **changes: Any

@@ -5,6 +5,9 @@ One folder may contain a checkpoint twice, in two formats or two precisions. For
 fixed, files that were not chosen are listed as ignored, and if one clue matches two checkpoints the user must choose
 between them.
 
+In a folder without a checkpoint of its own, the folders that trainers make are searched (`checkpoint-3`, `actor`,
+`lightning_logs`). If they contain exactly one checkpoint, that one is opened, and its path is shown. A checkpoint
+without a config gets the config.json of a folder above it, if that is the config of a model.
 """
 
 from __future__ import annotations
@@ -24,9 +27,12 @@ from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathe
 from transaxle.formats.catalog import Container
 from transaxle.formats.checksums import with_checks
 from transaxle.formats.registry import (
+    ADAPTER_CONFIG,
+    CONFIG,
     DCP,
     DCP_DATA,
     DCP_METADATA,
+    GLOBAL_STEP,
     INDEX,
     MANIFEST,
     RANKS,
@@ -34,6 +40,7 @@ from transaxle.formats.registry import (
     SCRATCH,
     STATE_FOLDER,
     TORCH,
+    TRACKERS,
     Clue,
     Folder,
     Format,
@@ -47,8 +54,19 @@ from transaxle.formats.registry import (
     unknown_format,
     unread_end,
 )
-from transaxle.formats.storage.storage import Storage, SubFolder, is_url, too_long
-from transaxle.formats.store.staging import storage_at
+from transaxle.formats.storage.local import read_file
+from transaxle.formats.storage.storage import (
+    InMemoryFile,
+    NotJsonError,
+    Storage,
+    SubFolder,
+    VirtualFiles,
+    is_url,
+    parse_json,
+    too_long,
+)
+from transaxle.formats.store.staging import as_local_path, storage_at
+from transaxle.formats.training_state import OPTIMIZER
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.spread import Cutter
@@ -75,6 +93,21 @@ _PART_NAMES = re.compile(
 )
 """Pattern for names of files and folders that occur in a step folder whose model and optimizer are separate
 checkpoints, see `step_parts`."""
+_STEP_NAMES = r"checkpoint[-_]\d+|global_step_?\d+|step[-_]\d+|(?:dist_)?epoch_\d+(?:_step_\d+)?|version_\d+"
+_INNER_NAMES = re.compile(
+    rf"{_STEP_NAMES}|checkpoints?|actor|critic|policy|lightning_logs|{_SNAPSHOTS}|transaxle(?:_\d+)?|.+\.ckpt"
+)
+"""Pattern for the names of folders that trainers make, and that are searched for a checkpoint: folders of steps, of the
+models of reinforcement learning, and of logs."""
+_MODELS = frozenset({"actor", "critic", "policy"})
+"""Names of folders with the models of reinforcement learning, in a step folder of verl or SkyRL."""
+_BESIDE_MODELS = frozenset({"data.pt", "trainer_state.pt"})
+"""Files of verl and SkyRL with other state, in a step folder that contains models."""
+_DEEPEST = 4
+"""Maximum depth of a checkpoint that is searched for, as in `lightning_logs/version_0/checkpoints/epoch=0.ckpt`."""
+_MAX_LISTINGS = 60
+"""Maximum number of folders that are listed in a search."""
+_LARGEST_CONFIG = 8 << 20
 _WEIGHTS = "weights"
 """Name of the reader option that selects the weights, for formats that may store the weights twice."""
 
@@ -99,8 +132,11 @@ def open_container(
     average: bool = False,
     lenient: bool = False,
     naming: Naming | None = None,
+    config_above: bool = True,
 ) -> Container:
     """Open the checkpoint that a path denotes: a folder, an index or a tensor file.
+
+    If a folder contains no checkpoint itself, but one in the folders that trainers make, that one is opened.
 
     Args:
         path: path of the folder or file.
@@ -113,10 +149,11 @@ def open_container(
         average: whether to average replicas that differ; only formats with one file per rank have replicas.
         lenient: whether to ignore `weights` and `average` for formats to which they do not apply, instead of refusing.
         naming: function that names an optimizer's parameters, if the checkpoint lists them only by number.
+        config_above: whether a checkpoint without a config gets that of a folder above it.
 
     Raises:
-        UsageError: with the code AMBIGUOUS if the first matching clue matches two checkpoints, or if there is no format
-            of this name.
+        UsageError: with the code AMBIGUOUS if the first matching clue matches two checkpoints, if several inner folders
+            contain one, or if there is no format of this name.
         Refused: with the code UNSUPPORTED if there is no checkpoint; with the code INCOMPLETE if the path is one shard
             file of several; with the codes of the format's reader if it refuses the files.
         StorageError: with the code IO if a file cannot be read.
@@ -128,16 +165,25 @@ def open_container(
         kind = _with_template(kind, ranks)
     options = {"weights": weights, "cutter": cutter, "optimizer": optimizer, "ranks": ranks}
     inapplicable = () if lenient else _inapplicable(weights, average=average)
+    path = as_local_path(os.fspath(path))
+    given_options = {name: option for name, option in options.items() if option is not None}
+    choices = _Choices(kind, given_options, inapplicable, naming if optimizer else None, path)
+    container = _open_path(path, choices)
+    if config_above:
+        container = _with_config_above(container, path)
+    return with_checks(container) if container.checksums else container
+
+
+def _open_path(path: str, choices: _Choices) -> Container:
+    """Open the checkpoint that a path denotes, without a config from elsewhere; the errors are those of
+    `open_container`.
+    """
     storage = storage_at(path)
     try:
-        given_options = {name: option for name, option in options.items() if option is not None}
-        container = _open(
-            storage, storage.path, _Choices(kind, given_options, inapplicable, naming if optimizer else None)
-        )
+        return _open(storage, storage.path, choices)
     except BaseException:
         storage.close()
         raise
-    return with_checks(container) if container.checksums else container
 
 
 def has_choices(format: str) -> bool:  # noqa: A002 - as above
@@ -178,6 +224,8 @@ class _Choices(NamedTuple):
     `_inapplicable`."""
     naming: Naming | None = None
     """Function that names an optimizer's numbered parameters; None means that their state is not read."""
+    searched: str = ""
+    """Path or URL of the folder that is searched if it contains no checkpoint itself; empty if none is searched."""
 
 
 def _open(storage: Storage, path: str, choices: _Choices) -> Container:
@@ -186,19 +234,204 @@ def _open(storage: Storage, path: str, choices: _Choices) -> Container:
         message = "a run that was killed, or is still at work, has not written all of this: the rest is zeros"
         hint = "Continue the run with --resume and its other options, or remove its work with transaxle clean."
         raise refuse("INCOMPLETE", message, file=path, hint=hint)
-    matches = _first_matches(folder, choices.kind)
+    matches = _matches_in(folder, choices)
+    if not matches and storage.single and choices.kind and choices.kind.one_file:
+        matches = [_Match(choices.kind, None, storage.single)]
+    if not storage.single and (_may_have_parts(folder) or "ranks" in choices.options):
+        return _open_parts(folder, path, matches, choices)
+    return _open_match(folder, path, matches, choices) if matches else _open_inner(folder, choices)
+
+
+def _matches_in(folder: Folder, choices: _Choices) -> list[_Match]:
+    """Return the matches in a folder, for the formats that the user's choices permit."""
     if template := choices.options.get("ranks"):
         from transaxle.formats.ranks.names import rank_sets
 
         model = rank_sets(folder.names, template).model
-        matches = [_Match(RANKS, None, model)] if model else []
-    if not matches and storage.single and choices.kind and choices.kind.one_file:
-        matches = [_Match(choices.kind, None, storage.single)]
-    if not storage.single and (_may_have_parts(folder) or template):
-        return _open_parts(folder, path, matches, choices)
-    if not matches:
+        return [_Match(RANKS, None, model)] if model else []
+    matches = _first_matches(folder, choices.kind)
+    has_models = not _MODELS.isdisjoint(folder.folders)
+    return [match for match in matches if not (has_models and match.member in _BESIDE_MODELS)]
+
+
+def _open_inner(folder: Folder, choices: _Choices) -> Container:
+    """Open the only checkpoint in the folders that trainers make; `folder` contains none itself.
+
+    Raises:
+        UsageError: with the code AMBIGUOUS if there are several.
+        Refused: with the codes of `_refuse_nothing` if there is none; with the code INCOMPLETE if a file names a newest
+            step that is missing.
+    """
+    search = _Search(folder.storage, choices)
+    places = list(search.places(folder)) if choices.searched and "?" not in choices.searched else []
+    unlisted = f"{search.unlisted} more folders were not examined"
+    if not places and search.unlisted:
+        message = f"no checkpoint in the newest {_MAX_LISTINGS} folders, and {unlisted}"
+        raise refuse("UNSUPPORTED", message, file=folder.storage.path, hint="Give the folder of a checkpoint itself.")
+    if not places:
         raise _refuse_nothing(folder, choices.kind)
-    return _open_match(folder, path, matches, choices)
+    path = folder.storage.path.rstrip("/")
+    if len(places) > 1 or search.unlisted:
+        count = "one checkpoint or more" if len(places) == 1 else "several checkpoints"
+        message = f"the folder holds {count} in its folders: {join_names(places)}"
+        message += f"; {unlisted}" if search.unlisted else ""
+        raise refuse("AMBIGUOUS", message, file=path, hint=f"Give one of these checkpoints: {path}/{places[0]}")
+    folder.storage.close()
+    container = _open_path(f"{choices.searched.rstrip('/')}/{places[0]}", choices._replace(searched=""))
+    return replace(container, inside=places[0])
+
+
+class _Search:
+    """A search for checkpoints in the folders that trainers make; folder names are listed, and no tensors are read.
+
+    Args:
+        storage: storage that reads the outermost folder.
+        choices: the user's choices, which every checkpoint must fit.
+    """
+
+    def __init__(self, storage: Storage, choices: _Choices) -> None:
+        self._storage = storage
+        self._choices = choices
+        self._listings = 0
+        self.unlisted = 0
+        """Number of folders that were not examined, because the limit was reached."""
+
+    def places(self, folder: Folder, depth: int = 1) -> Iterator[str]:
+        """Yield the paths of the checkpoints in the folders of a folder, the newest first."""
+        for name in _inner_names(folder):
+            if self._listings == _MAX_LISTINGS:
+                self.unlisted += 1
+                continue
+            self._listings += 1
+            place = f"{folder.inside}{name}"
+            inner = _folder(self._storage, place)
+            if self._is_checkpoint(inner):
+                yield place
+            elif depth < _DEEPEST:
+                yield from self.places(inner, depth + 1)
+
+    def _is_checkpoint(self, folder: Folder) -> bool:
+        """Return whether a folder looks like a checkpoint; one that is damaged or unfinished counts, so that it is
+        refused instead of passed over.
+        """
+        if SCRATCH in folder.folders or any(name.endswith(DCP_DATA) for name in folder.names):
+            return True
+        try:
+            return bool(_matches_in(folder, self._choices) or _weights_folders(folder))
+        except TransaxleError:
+            return True
+
+
+def _inner_names(folder: Folder) -> list[str]:
+    """Return the names of those sub-folders that are searched for a checkpoint, the newest step first; only the newest
+    step, if a file names it.
+
+    Raises:
+        Refused: with the code INCOMPLETE if the folder of the newest step is missing.
+    """
+    is_cache = folder.inside.endswith(f"{_SNAPSHOTS}/")
+    names = [name for name in folder.folders if is_cache or _INNER_NAMES.fullmatch(name)]
+    tracker = next((name for name in TRACKERS if name in folder.names), None)
+    if tracker is not None and any(map(GLOBAL_STEP.fullmatch, names)):
+        file = f"{folder.inside}{tracker}"
+        text = folder.storage.read(file, 0, min(folder.storage.size(file), _LONGEST_BEGINNING))
+        step = f"global_step_{text.decode('utf-8', 'replace').strip()}"
+        if step not in names:
+            message = f"the file names the step {step[:80]!r}, whose folder is missing; present: {join_names(names)}"
+            hint = "Copy the missing folder, or give the folder of a step itself."
+            raise refuse("INCOMPLETE", message, file=file, hint=hint)
+        return [step]
+
+    def newest_first(name: str) -> tuple[list[int], str]:
+        return [-int(number) for number in re.findall(r"\d+", name)], name
+
+    return sorted(names, key=(lambda name: ([], name)) if is_cache else newest_first)
+
+
+def _with_config_above(container: Container, path: str) -> Container:
+    """Give a checkpoint without a config the config.json of a folder above it, if that is the config of a model.
+
+    The folders are those inside the folder that the user gave, at most two levels above the checkpoint, and the one
+    directly above the folder that the user gave.
+
+    Args:
+        container: the opened checkpoint.
+        path: path or URL that the user gave.
+    """
+    has_weights = any(not name.startswith(OPTIMIZER) for name in container.entries)
+    described = container.config or not {CONFIG, ADAPTER_CONFIG}.isdisjoint(container.carried)
+    if described or container.storage.single or not has_weights:
+        return container
+    for folder in _folders_above(path, container.inside):
+        place = f"{folder.rstrip('/')}/{CONFIG}" if is_url(folder) else os.path.join(folder, CONFIG)  # noqa: PTH118
+        text = _read_url(place) if is_url(place) else _read_local(place)
+        if text is not None and _is_model_config(text):
+            storage = VirtualFiles(container.storage, {CONFIG: InMemoryFile(text)}, listed=(CONFIG,))
+            carried = tuple(sorted((*container.carried, CONFIG)))
+            return replace(container, storage=storage, carried=carried, config_path=place)
+    return container
+
+
+def _folders_above(path: str, inside: str) -> Iterator[str]:
+    """Yield the folders in which a config may be that belongs to a checkpoint, the nearest first.
+
+    Args:
+        path: path or URL of the folder that the user gave.
+        inside: path of the checkpoint in that folder; empty if they are the same.
+    """
+    levels = inside.split("/")[:-1] if inside else []
+    nearest = [[*levels][:count] for count in range(len(levels), -1, -1)] if inside else []
+    yield from ("/".join((path.rstrip("/") or "/", *part)) for part in nearest[:2])
+    if len(nearest) < 2:
+        yield from filter(None, [_folder_above(path)])
+
+
+def _folder_above(path: str) -> str:
+    """Return the path or URL of the folder that contains a folder; empty if there is none, or none that is a
+    checkpoint's.
+    """
+    if not is_url(path):
+        above = os.path.normpath(os.path.join(path, os.pardir))  # noqa: PTH118 - as typed
+        return "" if above == os.path.normpath(path) else above
+    start, _, address = path.partition("://")
+    above = address.rstrip("/").rpartition("/")[0]
+    if start.lower().startswith("http") or "?" in address or "/" not in above:  # a bucket is no folder of a checkpoint
+        return ""
+    if start.lower() == "hf":
+        from transaxle.formats.store.hub import parse_hub_url
+
+        return f"{start}://{above}" if parse_hub_url(path).inside else ""
+    return f"{start}://{above}"
+
+
+def _read_local(path: str) -> bytes | None:
+    """Return the bytes of a config in a local folder; None if there is no such file, or it cannot be read."""
+    if not os.path.isfile(path):  # noqa: PTH113 - as typed
+        return None
+    try:
+        return read_file(path, _LARGEST_CONFIG)
+    except TransaxleError:
+        return None
+
+
+def _read_url(url: str) -> bytes | None:
+    """Return the bytes of a config on a service; None if there is no such file, or it cannot be read."""
+    from transaxle.formats.store.reading import read_if_exists
+
+    try:
+        return read_if_exists(url, _LARGEST_CONFIG)
+    except TransaxleError:
+        return None
+
+
+def _is_model_config(text: bytes) -> bool:
+    try:
+        config = parse_json(text)
+    except NotJsonError:
+        return False
+    return isinstance(config, dict) and (
+        isinstance(config.get("model_type"), str) or isinstance(config.get("architectures"), list)
+    )
 
 
 def _may_have_parts(folder: Folder) -> bool:
@@ -220,13 +453,13 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _
     if len(parts) > 1:
         raise _refuse_several(path, [_Match(DCP, None, part) for part in parts])
     if not matches and not parts:
-        raise _refuse_nothing(folder, choices.kind)
+        return _open_inner(folder, choices)
 
     def open_part(member: str) -> Container:
         if member in folder.names:
             kind = RANKS if member in sets else TORCH
             return kind.open(None, folder.storage, path, member)
-        part_choices = choices if member in parts else _Choices()
+        part_choices = choices._replace(searched="") if member in parts else _Choices()
         return in_part(member, path, lambda: _open(SubFolder(folder.storage, member), path, part_choices))
 
     sets = rank_sets(folder.names, choices.options.get("ranks"))

@@ -350,9 +350,11 @@ SAFETENSORS = Format(
 )
 
 _TORCH_FILES = (".bin", ".pt", ".pth")
-_NO_WEIGHTS = r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state)(_\d+)?)\.(bin|pt|pth)"
-"""Pattern for the names of files with training state (of transformers' Trainer and accelerate) that contain no
-weights."""
+_NO_WEIGHTS = (
+    r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|recipe_state)(_\d+)?)\.(bin|pt|pth)"
+)
+"""Pattern for the names of files with training state (of transformers' Trainer, accelerate and torchtune) that contain
+no weights."""
 TORCH = Format(
     name="torch",
     title="a torch checkpoint",
@@ -412,6 +414,10 @@ DCP = Format(
 
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 """Name of the file next to Megatron's iteration folders that names the newest iteration."""
+GLOBAL_STEP = re.compile(r"global_step_\d+")
+"""Pattern for the name of a step folder of verl or SkyRL."""
+TRACKERS = (MEGATRON_TRACKER, "latest_ckpt_global_step.txt")
+"""Names of the files next to the step folders of verl and SkyRL that name the newest step."""
 _ITERATIONS = r"iter_\d{7,}|release"
 TORCH_DIST = Format(
     name="torch_dist",
@@ -699,11 +705,11 @@ SCRATCH = ".transaxle"
 STATE_FOLDER = "optimizer"
 """Name of the sub-folder for the optimizer's state; it is separate because frameworks read all tensor files next to a
 model's config."""
-_CONFIG = "config.json"
+CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file in which peft describes an adapter."""
 _MODEL_FILES = (
-    _CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
+    CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
     "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """Beginnings of the names of the small files that belong to a model. If the source is a single tensor file, which may
@@ -727,7 +733,7 @@ def is_of_model(name: str) -> bool:
 
 def is_for_use(name: str) -> bool:
     """Return whether a file concerns only the use of a model: its tokenizer, chat template or text."""
-    return name != _CONFIG and (is_for_people(name) or is_of_model(name))
+    return name != CONFIG and (is_for_people(name) or is_of_model(name))
 
 
 class SidecarFiles(msgspec.Struct, frozen=True):
@@ -755,8 +761,8 @@ def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = Fa
         StorageError: with the code IO if the folder cannot be read.
     """
     listing = storage.listing()
-    if _CONFIG in listing.special:
-        raise gathered([listing.special[_CONFIG]])
+    if CONFIG in listing.special:
+        raise gathered([listing.special[CONFIG]])
     other_files = [name for name in listing.names if name not in files and name != MANIFEST]
     if storage.single:
         return SidecarFiles(tuple(filter(is_of_model, other_files)), ())

@@ -263,8 +263,18 @@ def test_a_model_of_a_hub_without_a_config_says_what_is_missing(ck: Path, transa
         Path("single.safetensors").unlink()
         above = source.parent / "config.json"
         above.write_bytes(config)
+        for verb in ("plan", "convert"):
+            told = transaxle(verb, source, "taken", "--to", "hf", *asked)
+            assert (told.code, told.err) == (0, "")
+            shown = above if above.is_absolute() else f"./{above}"
+            assert f"note: config.json is {shown}, since the folder of the source has none" in told.out
+        assert Path("taken/config.json").read_bytes() == config
+        assert transaxle("verify", "taken").code == 0
+        shutil.rmtree("taken")
+        above.write_text("{}")  # no model's
         assert f"{said} (there is {above})" in transaxle("convert", source, "hinted", "--to", "hf", *asked).err
         shutil.rmtree("hinted")
+        above.write_bytes(config)
         assert transaxle("convert", source, "mended", "--to", "hf", "--config", above).err == ""
         assert json.loads(Path("mended/config.json").read_bytes()) == json.loads(config)
         shutil.rmtree("mended")

@@ -572,8 +572,8 @@ def open_checkpoint(
     user_settings = settings(**options)
     cutter, naming = partial(_cut_over_ranks, user_settings), partial(_parameter_names, user_settings)
     choices = user_settings.format, user_settings.weights, cutter, user_settings.optimizer, user_settings.ranks
-    container = open_container(source, *choices, average=user_settings.average, lenient=lenient, naming=naming)
-    container = with_hash_witness(container)
+    flags = {"average": user_settings.average, "lenient": lenient, "config_above": user_settings.config is None}
+    container = with_hash_witness(open_container(source, *choices, naming=naming, **flags))
     if describes_codes(container.metadata):
         container = add_compact_scales(container)
     if user_settings.average:
@@ -582,6 +582,7 @@ def open_checkpoint(
         container = average_replicas(container)
     checkpoint = Checkpoint(container, user_settings, None, None)
     rules = None if options.get("rules") is None else os.path.abspath(options["rules"])  # noqa: PTH100 - links stay
+    source = f"{source.rstrip('/')}/{container.inside}" if container.inside else source
     absolute_path = source if "://" in source else os.path.abspath(source)  # noqa: PTH100 - links stay
     reading = {"decode": decode, "dtype": dtype, "only": only, "skip": skip, "lenient": lenient, "rules": rules}
     reading = {**options, "config": user_settings.config, **reading}
@@ -632,11 +633,7 @@ def open_source(argument: str, source: CheckpointLike, reading: Mapping[str, Any
 
 _LISTED = 6
 """Largest number of tensor names that one refusal lists."""
-
-
 _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
-
-
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
 """Pattern for the beginning of a tensor name, up to and including its layer number."""
 

@@ -36,6 +36,7 @@ from transaxle.engine.plan.recoding import (
     config_notes,
     make_recode,
     note_without_config,
+    place_notes,
     refuse_reordered,
     rewrite_configs,
     steps_by_file,
@@ -220,6 +221,7 @@ def _target_notes(
         to: file format and dialect of the target, written as `FORMAT[:DIALECT]`.
         carried: files that are copied beside the tensors; None means that the target is a single file.
     """
+    yield from place_notes(checkpoint)
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
     yield from edit_notes(checkpoint.container.storage, carried or ())
     yield from checkpoint.container.recoding.notes

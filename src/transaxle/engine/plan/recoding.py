@@ -537,6 +537,15 @@ NO_CONFIG = f"no {CONFIG} goes along"
 """Beginning of the warning that `note_without_config` returns."""
 
 
+def place_notes(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield notes about a checkpoint that was found inside the given folder, and about a config from a folder above."""
+    container = checkpoint.container
+    if container.inside:
+        yield f"the source is {checkpoint.path}, which was found in the folder that you gave"
+    if container.config_path:
+        yield f"{CONFIG} is {container.config_path}, since the folder of the source has none"
+
+
 def config_notes(checkpoint: Checkpoint, files: Holding[str]) -> tuple[str, ...]:
     """Return notes about a config that the user gave: either it is written to the target, or the source's config is
     kept.

@@ -15,6 +15,7 @@ from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.registry import (
     DCP_DATA,
     DCP_METADATA,
+    GLOBAL_STEP,
     HERE,
     MEGATRON_MODEL,
     MEGATRON_RANK,
@@ -137,8 +138,8 @@ def newest_iteration(folder: Folder) -> str | None:
             folder is missing.
         StorageError: with the code IO if a file cannot be read.
     """
-    if MEGATRON_TRACKER not in folder.names:
-        return None
+    if MEGATRON_TRACKER not in folder.names or any(map(GLOBAL_STEP.fullmatch, folder.folders)):
+        return None  # verl names its newest step in a file of the same name
     file = f"{folder.inside}{MEGATRON_TRACKER}"
     text = folder.storage.read(file, 0, min(folder.storage.size(file), _MAX_BYTES)).decode("utf-8", "replace").strip()
     if text != RELEASE and not (text.isdecimal() and text.isascii() and len(text) < 20):

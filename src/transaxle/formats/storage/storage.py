@@ -62,6 +62,10 @@ class Listing(msgspec.Struct, frozen=True):
         return tuple(sorted((*self.names, *self.special)))
 
 
+def _with_names(listing: Listing, names: Iterable[str]) -> Listing:
+    return replace(listing, names=tuple(sorted((*listing.names, *names))))
+
+
 class Storage(Protocol):
     """Reads the files of one checkpoint. Several threads can use one storage at the same time."""
 
@@ -264,12 +268,26 @@ class VirtualFiles(Overlay):
         files: the virtual files by name; no real file may have the same name.
         others: further storages from which the virtual files are computed; they are rechecked and closed together with
             `below`.
+        listed: names of the virtual files that listings of the top folder contain.
     """
 
-    def __init__(self, below: Storage, files: Mapping[str, VirtualFile], others: Sequence[Storage] = ()) -> None:
+    def __init__(
+        self,
+        below: Storage,
+        files: Mapping[str, VirtualFile],
+        others: Sequence[Storage] = (),
+        *,
+        listed: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(below)
         self._files = files
         self._others = others
+        self._listed = listed
+
+    def listing(self, folder: str = "") -> Listing:
+        """List a folder; the top folder also lists some virtual files; see `Storage.listing`."""
+        listing = super().listing(folder)
+        return listing if folder or not self._listed else _with_names(listing, self._listed)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed, in `below` and in `others`; see `Storage.recheck`."""
@@ -642,7 +660,7 @@ class LiftedFiles(Renaming):
     def listing(self, folder: str = "") -> Listing:
         """List a folder; the top folder also lists the lifted files; see `Storage.listing`."""
         listing = self.below.listing(folder)
-        return listing if folder else replace(listing, names=tuple(sorted((*listing.names, *self._lifted))))
+        return listing if folder else _with_names(listing, self._lifted)
 
 
 MAX_PAIRS = 4_000_000

@@ -26,7 +26,7 @@ import msgspec
 
 from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.storage.storage import ByteCount, Listing, Storage, is_plain, split_name
-from transaxle.formats.store.service import FILE, RANGES, WEB, Info, Readable, Service
+from transaxle.formats.store.service import FILE, HUB, RANGES, WEB, Info, Readable, Service, scheme
 
 MEMORY = 64 << 20
 """Default for the maximum number of bytes in the cache."""
@@ -360,3 +360,28 @@ def _stamp(info: Info) -> ObjectStamp:
 
 def _is_text(name: str) -> bool:
     return name == name.encode("utf-8", "replace").decode()
+
+
+def read_if_exists(url: str, max_bytes: int) -> bytes | None:
+    """Return the content of a small file; None if there is no such file, or it is larger than `max_bytes`.
+
+    Raises:
+        TransaxleError: the errors of `RemoteStorage` for a URL that exists.
+    """
+    service: Readable
+    if scheme(url).lower() == HUB:
+        from transaxle.formats.store.hub import HubService
+
+        service = HubService(url)
+    else:
+        service = Service(url)
+    info = service.info(service.path, service.shown)
+    if info is None or info.get("type") != FILE:
+        return None
+    storage = RemoteStorage(url, service=service)
+    try:
+        name = storage.single or ""
+        size = storage.size(name)
+        return storage.read(name, 0, size) if size <= max_bytes else None
+    finally:
+        storage.close()
