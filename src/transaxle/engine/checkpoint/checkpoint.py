@@ -572,8 +572,11 @@ def open_checkpoint(
     user_settings = settings(**options)
     cutter, naming = partial(_cut_over_ranks, user_settings), partial(_parameter_names, user_settings)
     choices = user_settings.format, user_settings.weights, cutter, user_settings.optimizer, user_settings.ranks
-    flags = {"average": user_settings.average, "lenient": lenient, "config_above": user_settings.config is None}
-    container = with_hash_witness(open_container(source, *choices, naming=naming, **flags))
+    above = user_settings.config is None
+    container = open_container(
+        source, *choices, average=user_settings.average, lenient=lenient, naming=naming, config_above=above
+    )
+    container = with_hash_witness(container)
     if describes_codes(container.metadata):
         container = add_compact_scales(container)
     if user_settings.average:
