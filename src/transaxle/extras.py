@@ -19,7 +19,7 @@ def install(extra: str) -> str:
 
     try:
         listed = requires(_NAME) or []
-    except PackageNotFoundError:  # Transaxle runs from its source tree
+    except PackageNotFoundError:  # Transaxle is not installed: it runs from its source tree
         listed = []
     parts = [requirement.partition(";") for requirement in listed]
     packages = [package.strip() for package, _, marker in parts if extra in _EXTRA.findall(marker)]

@@ -66,7 +66,7 @@ class Trace:
 
 
 class _Program:
-    """Whether this process records a trace, and since when."""
+    """State of this process: the trace that is being recorded, and the start time of the program."""
 
     trace: Trace | None = None
     """The trace that is being recorded; None if no trace is being recorded."""

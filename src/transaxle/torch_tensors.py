@@ -69,7 +69,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, TO_LOCAL, None)
     if to_local is None:
         return tensor.detach()
-    with torch.no_grad():  # without grad, no view is made, which is four times as fast
+    with torch.no_grad():  # without autograd's view, this is four times as fast
         local: torch.Tensor = to_local()
     return local.detach()
 

@@ -146,7 +146,7 @@ def print_others(
 def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
     """Print the plan's notes for users of the target checkpoint."""
     for note in notes:
-        if note.startswith(NO_CONFIG):  # a target without a config file cannot be loaded
+        if note.startswith(NO_CONFIG):  # a warning, because such a target cannot be loaded
             screen.note(f"warning: {note}")
         else:
             screen.line(f"  note: {note}")

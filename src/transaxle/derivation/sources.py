@@ -265,7 +265,7 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
     """
     (family,) = tables.read(text)
     dialect = family.dialect(labels.dialects[1])
-    assert dialect is not None  # the derived table has a dialect with this label
+    assert dialect is not None  # every derived table has this dialect
     sizes, problems = Sizes(family, config), []
     bound = bind(tuple(shapes), family, dialect, sizes) if shapes else None
     for (line, _), names in bound.names.items() if bound else ():

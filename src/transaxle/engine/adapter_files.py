@@ -183,7 +183,7 @@ def _dims_by_role(target: Target, terms: Iterable[_Term]) -> dict[str, int]:
         [role for role in roles_needed if not dims_by_role[role]],
         set(range(len(target.shape))) - used,
     )
-    # a stack whose experts are numbered in tensor names, or a stack of size 1
+    # One role and one dim are left: the experts of a stack are numbered in tensor names, or the stack has size 1.
     if len(missing_roles) == len(free_dims) == 1:
         dims_by_role[missing_roles[0]] = free_dims
     dims = {role: next(iter(places)) for role, places in dims_by_role.items() if len(places) == 1}
@@ -439,7 +439,7 @@ def config_of(config: Mapping[str, Any], modules: Sequence[Module], saved: Seque
         "layers_to_transform": None,
     }
     if parameters:
-        changed["lora_dropout"] = 0.0  # peft supports no dropout for single parameters
+        changed["lora_dropout"] = 0.0  # peft refuses dropout for parameters that are no modules
     return json.dumps(changed, indent=2, sort_keys=True).encode() + b"\n"
 
 

@@ -187,7 +187,7 @@ def _wide(block: memoryview, dtype: str) -> np.ndarray:
     kind = numpy_dtype(dtype)
     values = np.frombuffer(block, kind)
     with np.errstate(invalid="ignore"):  # the values may include signaling NaNs
-        if kind.names:  # complex numbers of half precision, a type that numpy lacks
+        if kind.names:  # numpy has no type for complex numbers of half precision
             parts = np.stack([values[name].astype(np.float64) for name in kind.names], axis=-1)
             return parts.view(np.complex128).reshape(-1)
         return values.astype(np.complex128 if kind.kind == "c" else np.float64)

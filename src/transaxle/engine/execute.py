@@ -466,8 +466,8 @@ def _write(
         if tensors:
             _check_reads_of(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in remaining))
-        foretold: dict[str, str] | None = None  # hashes that must be known before the tensors are written
-        # a stream cannot be rewound, so the tensors are read twice
+        foretold: dict[str, str] | None = None  # hashes, if they must be known before the tensors are written
+        # A stream cannot be rewound to write hashes before the tensors, so the tensors are read once only to hash them.
         if staging.ordered and prepared.draft.has_leading_digests:
             read_tensors = tensors | carry(remaining, storage, None, limit)
             foretold = {name: done.hash for name, done in read_tensors.items()}

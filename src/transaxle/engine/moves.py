@@ -208,7 +208,7 @@ class AxisMove(msgspec.Struct, frozen=True):
     several axes.
     """
     after: str
-    """Where the axis is in the target, written as in `before`."""
+    """Where the axis is in the target, written in the same way as the field `before`."""
 
 
 def axis_moves(route: Route) -> list[AxisMove]:

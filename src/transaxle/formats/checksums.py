@@ -384,7 +384,7 @@ def _cover(width: int, loops: tuple[tuple[int, int], ...]) -> int:
 def _geometric_sum(share: int, power: int, count: int) -> int:
     """Return the polynomial `share` times the sum of `power**i` for i in `range(count)`."""
     total = 0
-    # `power` to the number of terms summed so far; no term is summed at first, so this is the polynomial 1
+    # `power` to the n-th, where n is the number of terms summed so far; at first n is 0, so this is the polynomial 1.
     upto = 1 << 31
     for bit in f"{count:b}":
         total ^= _times(upto, total)

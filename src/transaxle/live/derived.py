@@ -433,7 +433,7 @@ def _compare_after_load(
     for number, piece in enumerate(memory):
         piece.copy_(_different_values(_values(piece, number)))
     custom_module.load(shown)
-    numbers = iter(range(len(memory)))  # the plain tensors of all tensors are numbered consecutively, as above
+    numbers = iter(range(len(memory)))  # plain tensors have consecutive numbers, as above
     untouched, lost = list[str](), list[str]()
     for name, tensor in own_tensors:
         pairs = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]

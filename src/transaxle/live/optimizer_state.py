@@ -688,7 +688,7 @@ def _to_kind(value: torch.Tensor, reference: object, parameter: torch.Tensor) ->
         of_kind = type(reference)(number)
         return of_kind if of_kind == number else number
     if isinstance(reference, torch.Tensor) and unsure and not reference.dim() and counts:
-        cast = value.to(reference.dtype)  # the saved optimizer used a number, but this optimizer uses a tensor
+        cast = value.to(reference.dtype)  # the saved optimizer used a number, this one a tensor
         return cast if bool(cast.to(value.dtype) == value) else value
     return value
 

@@ -282,7 +282,7 @@ class _ServedWorld(World):
 
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         self.group = None
-        self.store: SharedStore | None = None  # the store of the process group, which must exist as long as the group
+        self.store: SharedStore | None = None  # the process group's store, which must outlive the group
         self.live = False
         self.rank = rank
         self.ranks = ranks
@@ -341,7 +341,7 @@ class Parent:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _PROGRAM_SIGNALS)
         if self.by_main and sys.platform == "linux":
-            # the kernel then kills this process immediately, whatever it is doing
+            # If the main thread started this process, the kernel kills it as soon as that thread ends.
             CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -229,7 +229,7 @@ def _do(
                 results.append(do_item(text, numbers[at]))
                 finished.add(results[-1])
         except BaseException:
-            store.add(counter, len(numbers))  # then the other ranks find no more work items
+            store.add(counter, len(numbers))  # after this, no rank finds a further work item
             raise
         finally:
             close_plan()

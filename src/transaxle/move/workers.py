@@ -338,7 +338,7 @@ class Worker:
             `(offset in the item, the block)`; steps that the caller then adds can read the bytes from the block.
         """
         transfers = _transfers_between(item, start, stop)
-        if self._lend is not None:  # blocks are sections of item ranges that fit in the cache
+        if self._lend is not None:  # each block is a section of an item range, and fits in the cache
             ends = [end for cut in pairwise(item.cuts) for end in _chunk_ends(*cut, BLOCK)]
         else:
             ends = block_ends(transfers, stop - start, self.capacity)

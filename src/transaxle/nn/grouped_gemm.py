@@ -443,7 +443,7 @@ class Product(torch.autograd.Function):
         x = values(inp, setting.dtype)
         operands = _operands(setting, offsets, x.shape[0])
         if cached is None and setting.way == SCALED and not isinstance(weights[0], QuantizedTensor):
-            operands = replace(operands, way=GROUPED)  # a hook replaced the codes by values
+            operands = replace(operands, way=GROUPED)  # a hook on saved tensors replaced the codes by values
         if setting.codes is not None:
             operands = replace(operands, codes=setting.codes.backward(weights))
         grad = grads[0].to(setting.dtype).contiguous()

@@ -723,7 +723,7 @@ class GroupedLinear(GroupedParameters):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                parameter.grad.add_(gradient)  # in place: `.grad` may be a view of a larger buffer
+                parameter.grad.add_(gradient)  # in place, because `.grad` may be a view of a larger buffer
 
     def pack(self, *, fresh: bool = False) -> None:
         """Move unquantized parameters into one buffer (see `GroupedParameters.pack`), and drop cached weights."""

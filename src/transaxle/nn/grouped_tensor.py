@@ -98,7 +98,7 @@ def stack_values(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dty
     if first.dim() == dims:
         return values(first.detach(), dtype)
     if isinstance(first, QuantizedTensor):
-        codes = torch.stack([parameter.detach() for parameter in parameters])  # one kernel launch dequantizes all
+        codes = torch.stack([parameter.detach() for parameter in parameters])  # one kernel dequantizes all experts
         if isinstance(codes, QuantizedTensor):
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):

@@ -121,7 +121,7 @@ class _Row(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         total = leave(nn.functional.linear(input, self.weight), _group(self))
-        return total if self.bias is None else total + self.bias.to(total.dtype)  # cast as autocast casts it
+        return total if self.bias is None else total + self.bias.to(total.dtype)  # autocast casts the bias like this
 
 
 class _Sliced(_Row):
@@ -448,7 +448,9 @@ def _refusal(name: str | None, tensor: torch.Tensor) -> TransaxleError:
 
 
 RECORD_NAME = "proven_types.json"
-"""File with the proven model types, which `python -m tests.oracles.every_cut` writes."""
+"""File with the model types whose cut models compute the same as whole models; `python -m tests.oracles.every_cut`
+tests them and writes the file.
+"""
 _OWNER = "transformers.models."
 
 
@@ -724,5 +726,5 @@ def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 def _place_part(value: torch.Tensor, cut: ParameterCut, parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a whole tensor, with the placements of the parameter to which it belongs."""
-    of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # otherwise `value` is this rank's shard
+    of_whole = isinstance(parameter, DTensor) and parameter.shape == cut.shape  # else `value` is the rank's shard
     return place_like(parameter, take(value if of_whole else cut.take(value), positions_of(parameter)))

@@ -250,7 +250,7 @@ def _band(tensor: QuantizedTensor, dim: int, first: int, size: int) -> Quantized
         blank=False,
         of=None,
         band=cut if old_band is None else replace(cut, start=old_band.start + first, whole=old_band.whole),
-        used=frame.rows + 1,  # more than exist, so no copy into the band counts as complete
+        used=frame.rows + 1,  # never reached, so no copy into the band counts as complete
     )
     return QuantizedTensor(band_frame, tensor.skip, tensor.height, tensor.dtype)
 

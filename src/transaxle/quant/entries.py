@@ -95,7 +95,7 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     inner = _local(parameter)
     if inner.device.type != "meta":
-        inner.frame.blank = False  # writes into entries are not noticed: they count as written now
+        inner.frame.blank = False  # later writes into the entries are not noticed
     by_suffix = {}
     for name, buffer in {**inner.components, **inner.state}.items():
         suffix = suffix_of(name, inner.quantizer)
@@ -380,7 +380,7 @@ def _load_rows(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -
     buffers = {names[suffix]: _part(entry, weight, names[suffix]) for suffix, entry in own_entries.items()}
     shape = (inner.height, *frame.row)
     for name, (dtype, size) in buffers_of(frame.quantizer, shape).items():
-        # The source lacks this state. The parameter's old state is not kept, because it belongs to other values.
+        # The source lacks this state, and the parameter's old state belongs to other values, so the state is reset.
         if name in STATE and name not in buffers:
             zeros = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
             buffers[name] = fresh(inner.state[name]).to(zeros.device) if name == ROUNDING else zeros

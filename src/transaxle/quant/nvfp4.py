@@ -208,7 +208,7 @@ def _codes(size: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     half, two = _FINEST
     step = torch.where(size < half, 0.5, torch.where(size < two, 1.0, 2.0))
     whole = (size / step).floor()
-    fraction = size / step - whole  # exact: the step is a power of two
+    fraction = size / step - whole  # exact, because the step is a power of two
     first = torch.where(size < half, 0, torch.where(size < two, 2, 4)).long()
     code = whole.long() + first
     up = words.double() < fraction.double() * _WORDS

@@ -422,7 +422,7 @@ def _nvfp4(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
         raise _unequal("NVFP4Tensor", f"it has {source.block_size} elements to a scale, not {NVFP4_ENCODING.tile[1]}")
     leading = source.qdata.shape[:-2]
     global_scale = source.per_tensor_scale
-    if global_scale is None:  # torchao then expects no global scale
+    if global_scale is None:  # torchao multiplies by no global scale
         global_scale = torch.ones((), device=source.qdata.device)
     if global_scale.numel() not in (1, leading.numel()) or (leading.numel() > 1 and global_scale.numel() == 1):
         raise _unequal(

@@ -78,7 +78,7 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
     squares = scale[..., ::high, :]
     if scale.device.type != "meta":
         repeated = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
-        if not torch.equal(repeated, scale):  # the scales do not belong to square tiles
+        if not torch.equal(repeated, scale):  # the rows of a square would have different scales
             return frame
     columnwise_buffers = {
         COLUMN_DATA: frame.cut[DATA],

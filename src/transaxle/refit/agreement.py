@@ -348,7 +348,7 @@ def agree(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wor
         common_config(source[0], model_settings.config, world, whole=True),
         common_config(target[0], None, world, whole=True),
     )
-    # some tensors contain one part for each of the engine's ranks
+    # The number of the engine's ranks affects some tensors, which have one part for each rank.
     if config is not None and RANKS in (config_of_target or ()):
         config = config_for_ranks(config, config_of_target[RANKS])  # type: ignore[index]  # it is in there
     sources, targets = census(source_leaves.tensors, world), census(target_leaves.tensors, world)

@@ -175,7 +175,7 @@ class VllmWeights:
                     parameter = getattr(slot.layer, slot.name)
                     getattr(parameter, _LOADER)(parameter, value)
             except BaseException:
-                for layer in self._model.modules():  # layers that are not reloaded yet keep their weights
+                for layer in self._model.modules():  # layers not reloaded yet keep their weights
                     info = get_layerwise_info(layer)
                     info.load_numel = 0
                     info.loaded_weights.clear()

@@ -578,7 +578,7 @@ class _Engines:
         """Make the engines change to the received values while no requests are served."""
 
         def finish(control: Control, _: int) -> None:
-            # done even if `finish` fails, which leaves the model of that engine in an unknown state
+            # The engine counts as finished even if `finish` fails, because its model is then in an unknown state.
             self._open.discard(control)
             control.finish(version)
 
@@ -602,7 +602,7 @@ class _Engines:
             self.each(lambda control, _: control.pause())
             yield
         except BaseException:
-            with suppress(TransaxleError):  # the first error is reported, instead of this error
+            with suppress(TransaxleError):  # the error of the block is raised, not an error of `resume`
                 self.each(lambda control, _: control.resume())
             raise
         self.each(lambda control, _: control.resume())

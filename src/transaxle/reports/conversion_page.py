@@ -419,7 +419,7 @@ def _summary(plan: Plan) -> Iterator[str]:
             place = "the names" if before == _IN_NAME else before
             yield f"Axis {called} {'stays in' if before == after else f'goes to {after} from'} {place} of {tensors}."
         elif before == after:
-            continue  # nothing is said about the router weight, whose rows are the experts
+            continue  # the axis of experts is the rows of the router, and does not move
         elif before == _IN_NAME:
             yield f"Axis {called} goes from the names into {after} of {tensors}: {count_text} of each become one."
         else:

@@ -547,7 +547,7 @@ class Copier:
         positions = None if intervals is None else tuple(map(tuple, intervals))
         for part in target.parts:
             # Source and target are both described as pieces of the same logical tensor, so a copy is the overlap of two
-            # pieces. The layouts of source and target matter no further.
+            # pieces. No further property of the two layouts is needed.
             for piece in self._lower(target.layout, part.component, positions, strides):
                 copied = 0
                 overlaps: dict[tuple[object, ...], PieceOverlap] = {}  # similar sources share their pieces

@@ -316,7 +316,9 @@ class Overlay(msgspec.Struct):
     """Whether the file only adds dialects to the family, in which case the labels of the dialects must be new."""
 
     def result(self, statements: Sequence[Statement], sections: Sequence[_SectionStatements]) -> FamilyText:
-        """Return the inherited family after the family's own statements and dialects have been laid over it."""
+        """Return the text of the family: the inherited text, in which the family's own statements and dialects replace
+        or extend the inherited ones.
+        """
         cut_out = [statement for statement in statements if statement.head == WITHOUT]
         narrowed = [statement for statement in statements if statement.head == KEEP]
         own_statements = [statement for statement in statements if statement.head not in (WITHOUT, KEEP)]

@@ -147,7 +147,7 @@ def table(stems: Sequence[Regrouping]) -> Family:
         tensors[name] = LogicalTensor(name, (number, *dims))
         axes.update(dict.fromkeys([number, *dims]))
         stored.append(_line(stem, stem.stored, name, number, dims))
-        if stem.copies:  # an optimizer state may belong to either form
+        if stem.copies:  # optimizer states may be stored under the numbered names too
             stored.append(_line(stem, MEMBERS, name, number, dims))
         requested_lines.append(_line(stem, stem.requested, name, number, dims))
     dialects = (Dialect(STORED, None, tuple(stored)), Dialect(WANTED, None, tuple(requested_lines)))

@@ -575,7 +575,7 @@ class Holdings:
         """
         parameter, slot = split_slot(name)
         if slot != WEIGHT and parameter in self.stored and _unpacks(self.stored[name], self.stored[parameter]):
-            return  # the packed codes of the parameter have half as many columns as its state
+            return  # packed codes have half as many columns as the state, so the shapes cannot agree
         for axis in sorted(expression.axes - expression.padding - {NOTHING}):
             axes = [axis for axis in factors(axis) if axis in self.sizes.family.axes]
             if self.sizes.lack_formula(axes):

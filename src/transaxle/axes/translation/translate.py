@@ -416,7 +416,7 @@ class _Translator:
                 if joined:
                     built[name] = model.target.at(name, index, model.use_parts(index))
                     continue
-                if shared or model.sources == sources_at(parts, key):  # e.g. all layers are in one tensor
+                if shared or model.sources == sources_at(parts, key):  # such as one stored tensor with all layers
                     built[name] = model.target.at(name, index, model.target.parts)
                     continue
             by_component = shared or sources_at(parts, key)
@@ -540,8 +540,8 @@ class _Translator:
             yield numbers
 
     def _forms(self, name: str, stored: Collection[NumberFormat]) -> list[NumberFormat]:
-        """Return the dtypes and encodings in which the parts of a target would be written; several cannot be in one
-        tensor.
+        """Return the distinct dtypes and encodings in which the parts of a target would be written. If there are
+        several, the parts cannot form one tensor.
         """
         return [self.recode(name, *stored)] if len(stored) == 1 else sorted({self.recode(name, f) for f in stored})
 
@@ -633,7 +633,7 @@ class _Translator:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
                 sizes[axis] = count
-        if NOTHING in sizes:  # the conversion never separates this fused dim
+        if NOTHING in sizes:  # the dim is never separated, so the rule is used unchanged
             rewritten = self.whole[line.expression]
         for axis in rewritten.padding:
             sizes.setdefault(axis, 0)

@@ -155,7 +155,7 @@ def group(
         for name, description in read_descriptions(metadata or {}).items():
             finder.take_described(name, description)
         for name, (convention, encoding) in te_descriptions(metadata or {}).items():
-            if name in entries and entries[name].dtype in CODES:  # the tensor was decoded before and is plain
+            if name in entries and entries[name].dtype in CODES:  # else it was decoded, and is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
         codes_without_scales = [
             name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)

@@ -478,7 +478,7 @@ class Checkpoint(TensorSet):
                 lines = pick_dialect(self.reading.family, self.dialect).lines
                 prefix_length = len(self.reading.prefix)
                 order = {line.name.skeleton: number for number, line in reversed([*enumerate(lines)])}
-        except TransaxleError:  # this view is in no dialect of the family
+        except TransaxleError:  # the names of this view belong to no dialect of the family
             order = {}
         inner_names = without_wrappers(self) if order else {}
 

@@ -99,7 +99,7 @@ def _prove_names(
     if weights.format == TORCH.name:
         omitted = weights.beside.union(weights.metadata.get(TIES, {}))
         parameter_shapes = {name: entry.shape for name, entry in weights.entries.items() if name not in omitted}
-    # the weights file does not show the order of the parameters, or contains buffers too
+    # If the numbers differ, the weights file contains buffers too, or does not show the order of the parameters.
     if len(parameter_shapes) != len(numbers):
         model = _meta_model(config)
         parameter_shapes = _parameter_shapes(model, weights, in_memory)

@@ -374,7 +374,7 @@ def _translate(
     """
     form, target_dialect = to
     if bare and target_dialect != IDENTITY and checkpoint.reading.family.dialect(target_dialect) is None:
-        pick_dialect(checkpoint.reading.family, target_dialect, writable())  # a single name may be meant as a format
+        pick_dialect(checkpoint.reading.family, target_dialect, writable())  # the error suggests formats too
     view = known_view or checkpoint.translation(target_dialect)
     if target_dialect == IDENTITY and (encode is not None or checkpoint.decoded):
         catalog = checkpoint.catalog

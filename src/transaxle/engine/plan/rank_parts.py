@@ -203,7 +203,7 @@ def _change_padding(checkpoint: Checkpoint, multiple: int) -> Checkpoint:
     for (line, _), names in checkpoint.bound.names.items():
         for position, name in names.items() if line.expression.padding else ():
             if name not in entries or len(entries[name].shape) != len(line.expression.dims):
-                continue  # for example an optimizer's step counter, which has no dims
+                continue  # such a tensor has other dims than the rule, as an optimizer's step counter does
             sizes = checkpoint.sizes.at(dict(zip(line.name.axes, position, strict=True)))
             for dim, node in enumerate(line.expression.dims):
                 axes, length = _padding(node, sizes)

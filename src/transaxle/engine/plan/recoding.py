@@ -332,7 +332,7 @@ def value_changes(
     read_files = {transfer.file for tensor in planned for transfer in tensor.transfers}
     averaged, changed = list[RecodedTensor](), list[RecodedTensor]()
     for file, tensor in container.recoding.computed.items():
-        # this tensor may be read only indirectly, through a second tensor that is computed from it
+        # A target reads this tensor directly, or reads a second tensor that is computed from it.
         entry = container.entries.get(tensor.step.name)
         if file in read_files or (
             entry is not None and read_files.intersection(extent.file for extent in entry.extents)

@@ -103,8 +103,8 @@ class Caster:
 
 
 def precise_names(bound: BoundNames | None) -> frozenset[str]:
-    """Return the stored names of tensors that a family's table marks as `precise`; only a pattern of the user can
-    select them.
+    """Return the stored names of tensors that a family's table marks as `precise`. These are cast only if a pattern of
+    the user selects them.
     """
     if bound is None:
         return frozenset()

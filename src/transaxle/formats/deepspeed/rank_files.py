@@ -108,7 +108,7 @@ def rank_intervals(position: FlatPosition, width: int, parts: int) -> Iterator[F
 
 def shard_width(size: int, parts: int) -> int:
     """Return how many elements of a parameter each rank has under ZeRO-3, including padding."""
-    # The division is rounded up: the last ranks may have fewer real elements than this, or none.
+    # The division is rounded up, so the last ranks may have fewer real elements than this number, or none.
     return -(-size // parts)
 
 

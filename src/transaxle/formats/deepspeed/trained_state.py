@@ -302,8 +302,9 @@ def _group_intervals(
         message = f"group {group}: its parameters need {used} elements, but its buffers have {width * len(states)}"
         raise refuse("CORRUPT", message, file=states[0].file)
     cut = {place.name: list(rank_intervals(place, width, len(states))) for place in places}
-    # The shapes are listed in the order of the flat buffers. DeepSpeed 0.19.8 writes the map in the order before
-    # parameters were dealt out to ranks, although the buffers are in the order after it.
+    # The shapes are listed in the order of the flat buffers. DeepSpeed 0.19.8 deals parameters out to ranks, which
+    # changes their order. It writes the map in the order before this step, but the buffers in the order after this
+    # step.
     places_before, _ = lay_out(_module_order(shapes, len(states)), (0,) * len(shapes)) if round_robin else ((), 0)
     cut_before = {place.name: list(rank_intervals(place, width, len(states))) for place in places_before}
     _check_map(states, group, cut, cut_before)

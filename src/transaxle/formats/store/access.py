@@ -21,8 +21,9 @@ from typing import BinaryIO
 import msgspec
 
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
-"""Modes of a new folder and a new file that will replace existing ones, until the new ones get the access rights of
-those they replace."""
+"""Modes of a folder and of a file that will replace existing ones. At the end, the new folder or file gets the access
+rights of the replaced one.
+"""
 _LISTS = ("system.posix_acl_access", "system.posix_acl_default")
 """Extended attributes in which Linux stores access control lists; the second list of a folder is the default for new
 files in the folder."""

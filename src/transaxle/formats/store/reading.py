@@ -327,7 +327,7 @@ class RemoteStorage(Storage):
         try:
             data = self._service.fetch(self._place(name), start, stop, name)
         except TransaxleError:
-            self._check(name)  # this raises a clearer error if the object has changed
+            self._check(name)  # if the object has changed, this raises a clearer error
             raise
         self._check(name)
         if len(data) != stop - start:

@@ -404,7 +404,7 @@ class Staging:
                 if path == self.scratch or self.scratch in path.parents or path in needed:
                     continue
                 if path.is_dir() and not path.is_symlink():
-                    with suppress(OSError):  # the folder cannot be removed, because it still contains a needed file
+                    with suppress(OSError):  # a folder that still contains a needed file is kept
                         path.rmdir()
                 else:
                     path.unlink()

@@ -309,7 +309,7 @@ _LAYOUTS = {te.FLOAT8: _float8, te.MXFP8: _mxfp8, te.BLOCKWISE: _blockwise, te.N
 
 
 def _first_dim_last(view: TensorRef) -> TensorRef:
-    """Return a view whose last dim is the first dim of the given view, as TransformerEngine transposes."""
+    """Return a view in which the first dim is moved to the end, as TransformerEngine does when it transposes."""
     return replace(view, shape=(*view.shape[1:], *view.shape[:1]), strides=(*view.strides[1:], *view.strides[:1]))
 
 

@@ -371,7 +371,7 @@ class Weights:
             source = stored.get(name)
             if weight.fits(stored):
                 stored_state = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
-                # the quantization recipe of this weight does not use such state
+                # State that the weight's quantization recipe does not use is ignored.
                 gone |= stored_state.difference(weight.state)
                 if weight.state and not stored_state:
                     begins.append(name)

@@ -190,7 +190,9 @@ class _Round:
     buffer.
     """
     near: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """For each parcel that this rank reads from shared memory: number of the parcel, size, sending rank, place."""
+    """For each parcel that this rank reads from shared memory: number of the parcel, size, sending rank, offset in the
+    memory of the sending rank.
+    """
     far: list[tuple[int, int, int]] = field(default_factory=list)
     """For each parcel that this rank receives over the network: number of the parcel, size, place."""
     send_sizes: list[int] = field(default_factory=list)

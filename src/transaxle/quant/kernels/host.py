@@ -133,7 +133,7 @@ def quantize_groups(
     group.
     """
     columnwise_encoding = columnwise_of(encoding)
-    if swizzled:  # tiles of one row are the same for any groups
+    if swizzled:  # tiles have one row, so they do not depend on the groups
         assert out.data is not None
         assert out.scale_inv is not None
         of_tiles = torch.from_numpy(codec.encode_rows(encoding, _array(x), codes_out=_array(out.data))[1])
