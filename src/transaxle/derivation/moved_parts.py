@@ -386,7 +386,9 @@ def _partner(
 
 @dataclass(frozen=True)
 class DigitAxis:
-    """An axis that corresponds to one digit (loop of equal steps) of a part's moves."""
+    """An axis of a part (logical tensor) that corresponds to one digit (loop of equal steps) by which the part's
+    elements are moved.
+    """
 
     part: int
     """Index of the part in the list of all parts."""

@@ -495,8 +495,8 @@ def join_spans(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, 
 
 
 def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: Mapping[str, FinishedTensor]) -> None:
-    """Mark the bytes that an earlier run has read as read, so that the source's checksums and hashes are checked for
-    them too.
+    """Tell the checks of the source which bytes an earlier run has already read, so that checksums and hashes of these
+    bytes are checked too.
     """
     container = prepared.checkpoint.container
     check_finished(tensors, finished, container.storage)

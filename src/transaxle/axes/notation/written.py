@@ -637,7 +637,7 @@ class _FileReader:
     def suggest(self, name: str) -> str:
         """Return a hint with known names that are similar to an unknown name."""
         close = get_close_matches(name, [*self.known, *self.declarations], 3)
-        return f"Did you mean {' or '.join(close)}?" if close else "`transaxle families` lists those that ship."
+        return f"Did you mean {' or '.join(close)}?" if close else "`transaxle families` lists the built-in families."
 
     def _keep(self, statement: Statement, error: TransaxleError) -> None:
         self.result.problems.extend(replace(refusal, where=statement.where) for refusal in error.refusals)

@@ -474,8 +474,8 @@ class _Translator:
         return stored_forms.pop() if name in built and len(stored_forms) == 1 else None
 
     def _are_alike(self, line: Line) -> bool:
-        """Return whether targets of one mapping rule that read the same rules of the source differ only in name and
-        index.
+        """Return whether the targets of a mapping rule differ only in name and index, if they are read by the same
+        mapping rules of the source.
         """
         return line.when is None and not self.tied and self._varying.isdisjoint(line.name.axes)
 

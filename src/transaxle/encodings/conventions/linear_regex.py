@@ -70,8 +70,8 @@ class Expressions:
         """
         if position == len(name):
             return self._search(self._any_whole.match, self._read(name)) is not None
-        # The zero byte marks where the match must end. The text does not end before the zero byte, so `$` does not
-        # match there.
+        # A zero byte marks where the match must end. The zero byte is part of the text, so `$` does not match before
+        # it.
         return self._search(self._any_marked.match, self._read(name[:position]) + b"\0") is not None
 
     def find_matches(self, name: str) -> list[int]:

@@ -142,7 +142,7 @@ def _accesses(folder: Path) -> tuple[dict[str, Access], dict[str, Access]]:
 
 
 def _common(accesses: Collection[Access]) -> Access:
-    """Return the access rights that consist only of the rights common to all given ones."""
+    """Return the rights that all of the given access rights have in common."""
     first = next(iter(accesses))
     if all(access == first for access in accesses):
         return first
