@@ -216,7 +216,8 @@ class Peer:
         return CONFIG_MAPPING[model_type]
 
     def model_classes(self, model_type: str, architectures: Sequence[str] = ()) -> list[Any]:
-        """Return the model classes named in `architectures`, or else those registered for the model type, best first.
+        """Return the model classes named in `architectures`, or else the classes registered for the model type, best
+        first.
 
         Raises:
             Refused: with the code UNSUPPORTED if there is no class for the model.

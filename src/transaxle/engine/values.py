@@ -233,7 +233,7 @@ class _CountingTally:
 
 
 def _by_exponent(exponents: Codes, counts: Codes, parts: Codes) -> dict[int, int]:
-    """Return exponent -> sum of the 16-bit parts with this exponent. The sums are exact, because those over one tensor
+    """Return exponent -> sum of the 16-bit parts with this exponent. The sums are exact, because sums over one tensor
     fit into 53 bits.
     """
     sums = np.bincount(exponents, weights=counts.astype(np.float64) * parts)

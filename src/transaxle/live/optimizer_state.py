@@ -353,7 +353,7 @@ class OptimizerLoad:
         Args:
             groups: the source's parameter groups, with the model's names of parameters.
             stored: the model's tensor name -> tensor of the source.
-            schedules: the argument of `find_misordered`.
+            schedules: name -> (object, state to restore), for learning rate schedules; see `find_misordered`.
         """
         if self._optimizers is None:
             return []

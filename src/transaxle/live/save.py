@@ -597,9 +597,9 @@ def collect(
     Args:
         settings_of: function that returns this rank's settings; if it raises an error, all ranks raise it, so that no
             rank waits for this one.
-        state: the argument of `save`.
-        optimizer: the argument of `save`.
-        extra: the argument of `save`.
+        state: the model or state dict to save.
+        optimizer: the optimizer whose state to save, as for `save`.
+        extra: name -> additional state to save, as for `save`.
         world: all ranks that take part.
 
     Raises:

@@ -59,7 +59,7 @@ def band_of(parameter: torch.Tensor) -> Band | None:
 def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     """Return the ranks over which FSDP2 has divided this rank's copy of a parameter; None if FSDP2 has not divided it.
 
-    Tensor-parallel ranks are not included; the frame's field `share` contains those.
+    Tensor-parallel ranks are not included; the frame's field `share` contains the tensor-parallel ranks.
     """
     if not isinstance(parameter, DTensor):
         return None

@@ -106,11 +106,12 @@ def is_empty(replaced: Path) -> bool:
 
 
 def copy_access(work: Path, replaced: Path) -> None:
-    """Set the access rights of each new file and folder to those of the old one at the same relative path.
+    """Set the access rights of each new file and folder to the rights of the replaced file or folder at the same
+    relative path.
 
-    A new file without an old one at its path gets only the rights that all replaced files have in common, so that
-    private data never becomes readable; new folders likewise get the rights common to all replaced folders. If the
-    replaced folder contains no files, the new files keep the access rights with which they were created.
+    A new file that replaces no file gets only the rights that all replaced files have in common, so that private data
+    never becomes readable. A new folder that replaces no folder gets the rights that all replaced folders have in
+    common. If the replaced folder contains no files, the new files keep the access rights with which they were created.
 
     Args:
         work: path of the new file or folder, to which nothing more is written.

@@ -303,7 +303,7 @@ def decode_tensors(checkpoint: Checkpoint, decode: str | None, keep: Iterable[st
 
     Args:
         checkpoint: the checkpoint under its stored names.
-        decode: the argument `decode` of `load`.
+        decode: dtype to which encoded tensors may be decoded, as for `load`.
         keep: names of encoded tensors that stay encoded, as the catalog spells the names.
 
     Raises:

@@ -319,9 +319,10 @@ class Weights:
             names: name -> shape, for the model's tensors.
             family: the family that the user gave; None means that it is recognised.
             dialect: the dialect of the model's names that the user gave; None means that it is recognised.
-            decode: the argument `decode` of `load`.
+            decode: dtype to which encoded tensors may be decoded, as for `load`.
             partial: whether to omit tensors of which the source has only some pieces.
-            trained: the argument `trained` of `source_view.view`.
+            trained: parameters with optimizer state that are not in `names`; None means that they are unknown (see
+                `source_view.view`).
 
         Raises:
             TransaxleError: any error that `source_view.view` raises.
