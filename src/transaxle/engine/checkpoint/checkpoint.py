@@ -552,8 +552,7 @@ def open_checkpoint(
         only: patterns of the tensor names to decode or cast.
         skip: patterns of the tensor names that keep their stored form.
         lenient: whether to accept a checkpoint that lacks what an option asks for (encoded tensors, a choice of
-            weights, optimizer state). This is useful if two checkpoints are compared and only one of them has what the
-            option asks for.
+            weights, optimizer state). This is useful if two checkpoints are compared and only one has the state.
         merge: path of a LoRA adapter to merge into the weights when they are read.
         **options: the options of `engine.checkpoint.settings`.
 
