@@ -413,7 +413,7 @@ class Counted:
 
     ONE_IMPORTER = 25
     """Modules with a single importer, which lies in the same folder and could hold them."""
-    SMALL_FOLDERS = 3
+    SMALL_FOLDERS = 2
     """Folders with three modules or fewer, below a room."""
     BARE_TUPLES = 44
     """Functions that return more than two values without names for them."""

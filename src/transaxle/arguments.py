@@ -85,6 +85,12 @@ class Degrees:
     """Number of expert-parallel ranks."""
     rows: int = 128
     """Vocabulary rows are padded to a multiple of this number times `tp`."""
+    dp: int = 1
+    """Number of ranks over which FSDP shards parameters."""
+    device: str = "cuda"
+    """Device type of the mesh of the FSDP ranks."""
+    mesh_dim: str | None = "fsdp"
+    """Name of the dim of that mesh; None if it has no name."""
 
 
 def wrong_type(argument: str, accepted: str, value: object) -> TypeError:
@@ -363,15 +369,20 @@ def read_degrees(options: Mapping[str, Any]) -> Degrees | None:
     """Return the parallel degrees of a target checkpoint; None if no degree is set.
 
     Args:
-        options: option name -> value, for `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`; each may be missing.
+        options: option name -> value, for `tp`, `pp`, `ep`, `make_vocab_size_divisible_by`, `dp` and `device`; each may
+            be missing.
 
     Raises:
-        TypeError: if a degree is not an integer.
+        TypeError: if a degree is not an integer, or the device is not a text.
         ValueError: if a degree is less than one.
     """
-    names = {"tp": "tp", "pp": "pp", "ep": "ep", "make_vocab_size_divisible_by": "rows"}
-    counts = {field: read_count(name, options[name]) for name, field in names.items() if options.get(name) is not None}
-    return Degrees(**counts) if counts else None
+    names = {"tp": "tp", "pp": "pp", "ep": "ep", "make_vocab_size_divisible_by": "rows", "dp": "dp"}
+    fields: dict[str, Any] = {
+        field: read_count(name, options[name]) for name, field in names.items() if options.get(name) is not None
+    }
+    if options.get("device") is not None:
+        fields["device"] = read_text("device", options["device"], "cpu")
+    return Degrees(**fields) if fields else None
 
 
 def read_patterns(argument: str, value: object) -> tuple[str, ...]:

@@ -89,6 +89,9 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                "[default: 1]", metavar="N"),
         Option("pp", "count", "megatron_torch only: pipeline stages.  [default: 1]", metavar="N"),
         Option("ep", "count", "megatron_torch only: expert-parallel ranks.  [default: 1]", metavar="N"),
+        Option("dp", "count", "ranks only: FSDP ranks, with files for each.  [default: 1]", metavar="N"),
+        Option("device", "text", "ranks only: device of the trainer's mesh.  [default: cuda]", metavar="DEVICE",
+               example="cpu"),
         Option("make_vocab_size_divisible_by", "count", "megatron_torch, torch_dist: pad the vocabulary to N times "
                "--tp.  [default: 128; torch_dist: none]", metavar="N"),
     ),
@@ -143,7 +146,7 @@ OF_ONE = frozenset({"decode", "weights", "average"})
 """Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""
 SHAPING = ("shard_size", "allow_lossy", "strict")
 """Options that shape a conversion's target and whose values are plain data."""
-_DEGREES = ("tp", "pp", "ep", "make_vocab_size_divisible_by")
+_DEGREES = ("tp", "pp", "ep", "dp", "device", "make_vocab_size_divisible_by")
 _WRITING = (*OPENING, *SHAPING, "encode", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
     "open": OPENING,

@@ -280,15 +280,12 @@ class _Conversion:
         encode = options.get("encode")
         self._encode = None if encode is None else Encode(encode, options.get("only", ()), options.get("skip", ()))
         self._degrees, self._shaping = read_degrees(options), select(options, SHAPING)
-        self.opening = select(options, OPENING)
-        if encode is not None:
-            self.opening = select(options, READING)
+        self.opening = select(options, OPENING if encode is None else READING)
         self.limit = limits(options.get("jobs"), options.get("memory"))
         self._together = options.get("on") == "torchrun"
         self._leads = not self._together or is_lead()
-        self.page: ConversionPage | None = None
-        if "report" in options and not self._together:
-            self.page = self._new_page()
+        has_page = "report" in options and not self._together
+        self.page: ConversionPage | None = self._new_page() if has_page else None
         self.order: ConversionOrder | None = None
         if "on" in options or "write" in options:
             from transaxle.engine.distribute.driver import check_on
@@ -454,6 +451,8 @@ def plan(
     tp: int | None = None,
     pp: int | None = None,
     ep: int | None = None,
+    dp: int | None = None,
+    device: str | None = None,
     make_vocab_size_divisible_by: int | None = None,
     jobs: int | None = None,
     memory: Size | None = None,
@@ -522,6 +521,8 @@ def convert(
     tp: int | None = None,
     pp: int | None = None,
     ep: int | None = None,
+    dp: int | None = None,
+    device: str | None = None,
     make_vocab_size_divisible_by: int | None = None,
     jobs: int | None = None,
     memory: Size | None = None,
@@ -553,6 +554,8 @@ def convert(
         tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
         pp: number of pipeline stages, for `megatron_torch`.
         ep: number of expert-parallel ranks, for `megatron_torch`.
+        dp: number of FSDP ranks, for `ranks`, which has files for each of them.
+        device: device type of the mesh of the trainer that loads `ranks`, such as "cpu"; None means "cuda".
         make_vocab_size_divisible_by: pads the vocabulary to multiples of this times `tp`; `megatron_torch`: 128.
         jobs: number of worker threads.
         memory: maximum bytes of all buffers together.

@@ -287,6 +287,10 @@ class Container(msgspec.Struct, frozen=True):
     paths: Mapping[str, tuple[str | int, ...]] = msgspec.field(default_factory=dict)
     """Tensor name -> key path in the state dict, for tensors outside the dicts of the model and the optimizer; see
     `State`."""
+    whole: frozenset[str] | None = None
+    """Names of the tensors that every rank of the job that saved them had whole, such as buffers; None if unknown."""
+    in_order: bool = False
+    """Whether the parameter groups list their parameters in the order in which the optimizer numbers them."""
     recoding: Recoding = Recoding()
     """Which tensors are computed, and from which stored tensors."""
     inside: str = ""

@@ -118,7 +118,8 @@ class Format:
     tensors), `sealed` (whether to leave space for digests in a single file), `nesting` (how the state dict in a single
     file is nested), `stem` (beginning of file names), `config` (the model's config), `cuts` (where tensors of several
     layers or experts are cut into chunks), `degrees` and `parts` (the parallel degrees, and each tensor-parallel rank's
-    shard of a tensor)."""
+    shard of a tensor), `fsdp`, `whole`, `in_order` and `beside` (the FSDP ranks, which tensors each of them has whole,
+    whether groups are in the optimizer's order, and the key paths of tensors of the training state)."""
     dialects: tuple[str, ...] = ()
     """Names of the dialects (tensor names of one framework) that are tried for writing; the first dialect that the
     model's family has is used. Empty means that tensors keep the names that they have in the source."""
@@ -148,6 +149,9 @@ class Format:
     """Name of the file next to the step folders that names the newest step; empty if there is no such file."""
     inner: str = ""
     """Name of the sub-folder of a step folder that contains some of the step's files; empty if there is none."""
+    model_folder: str = ""
+    """Name of the sub-folder into which the model's config and tokenizer are written; empty if they are beside the
+    tensors."""
     package: str = ""
     """Name of the Python distribution that provides the format; empty if the format is built in."""
 
@@ -380,6 +384,9 @@ RANKS = Format(
     clues=(Clue(first_of(r"model_world_size_\d+_rank_\d+\.pt"), 50, hint=RANK_NAMES),),
     reader="transaxle.formats.ranks.reader:open_ranks",
     reader_takes=frozenset({"ranks"}),
+    draft="transaxle.formats.ranks.draft:draft",
+    draft_takes=frozenset({"groups", "in_order", "fsdp", "whole", "training", "beside"}),
+    model_folder="huggingface",
     files=RANK_NAMES,
     sidecars=frozenset({"fsdp_config.json"}),
 )

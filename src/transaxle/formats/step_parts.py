@@ -198,6 +198,7 @@ def _merge(storage: Storage, weights: Container, states: Sequence[Container]) ->
         seals=tuple(each for part in parts for each in part.seals),
         unread=tuple(each for part in parts for each in part.unread),
         paths={name: path for part in parts for name, path in part.paths.items()},
+        in_order=[part.in_order for part in parts if GROUPS in part.metadata] == [True],
     )
 
 

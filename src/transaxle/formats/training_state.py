@@ -357,6 +357,8 @@ class State(msgspec.Struct, frozen=True):
     """Training state other than model and optimizer, such as schedulers and counters."""
     paths: Mapping[str, KeyPath] = msgspec.field(default_factory=dict)
     """Name -> key path, for each value that is neither directly in the model's dict nor optimizer state."""
+    is_numbered: bool = False
+    """Whether the groups list all parameters by number, in the order in which the optimizer has them."""
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata entries that describe this state."""
@@ -433,6 +435,7 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
         groups.groups(optimizers.parameter_name),
         training,
         _outside(leaves_by_name, root),
+        groups.are_numbered,
     )
 
 
@@ -581,6 +584,15 @@ class _GroupSettings:
             return False
         self._flat.setdefault(root, {}).setdefault(parameter, {})[setting] = value
         return True
+
+    @property
+    def are_numbered(self) -> bool:
+        """Whether there is one optimizer, whose groups list all their parameters by number."""
+        if len(self._listed) != 1 or self._flat:
+            return False
+        (groups,) = self._listed.values()
+        lists = [group.get(PARAMS) for group in groups.values()]
+        return all(isinstance(each, list | tuple) and all(type(one) is int for one in each) for each in lists)
 
     def groups(self, parameter_name: Callable[[KeyPath, str | int], str]) -> list[ParamGroup]:
         """Return the parameter groups of all optimizers, with the names of their parameters."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from transaxle.arguments import Degrees
 from transaxle.axes.geometry import PerComponent, Replicated, Shard, StridedShard, Widths
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.transport import wire
@@ -110,6 +111,47 @@ class GlobalTensor:
         return shape[0] <= self.shape[0] or (type(rows) is int and rows <= self.shape[0])
 
 
+class FsdpRanks(NamedTuple):
+    """The ranks of a model under FSDP2, as files of ranks describe them."""
+
+    degrees: Degrees
+    """The number of ranks, and their mesh."""
+    whole: frozenset[str] | None
+    """Names of the tensors that are no DTensors; None if no tensor is one."""
+
+
+def fsdp_ranks(tensors: Mapping[str, torch.Tensor], world: World) -> FsdpRanks:
+    """Return how a model is divided among ranks with files of their own; all ranks must call this function.
+
+    Args:
+        tensors: name -> tensor, for this rank's tensors.
+        world: all ranks that take part.
+
+    Raises:
+        Refused: raised on every rank with code UNSUPPORTED, if the model's mesh is not one dim of these ranks.
+    """
+
+    def describe_mesh() -> tuple[str, str | None, list[str], bool]:
+        meshes = {tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)}
+        for mesh in meshes:
+            if mesh.mesh.tolist() != list(range(world.size)):
+                message = f"the model is on the ranks {mesh.mesh.tolist()} of a mesh, and ranks have files of their own"
+                raise refuse("UNSUPPORTED", f"{message} only on one dim of all {world.size} ranks", hint=_TO_FILES)
+        if len({(mesh.device_type, mesh.mesh_dim_names) for mesh in meshes}) > 1:
+            raise refuse("UNSUPPORTED", "the model's tensors are on meshes with different names", hint=_TO_FILES)
+        plain = sorted(name for name, tensor in tensors.items() if not isinstance(tensor, DTensor))
+        for mesh in meshes:
+            return mesh.device_type, mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None, plain, True
+        device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+        return device, Degrees().mesh_dim, plain, False
+
+    device, mesh_dim, _, is_sharded = (described_meshes := world.pool(describe_mesh))[0]
+    if any(described[:2] != (device, mesh_dim) or described[3] != is_sharded for described in described_meshes):
+        raise refuse("UNSUPPORTED", "the ranks have their tensors on different meshes", hint=_TO_FILES)
+    whole = frozenset(name for _, _, plain, _ in described_meshes for name in plain) if is_sharded else None
+    return FsdpRanks(Degrees(dp=world.size, device=device, mesh_dim=mesh_dim), whole)
+
+
 wire.tellable(Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
 Census = Mapping[str, GlobalTensor]
 """Tensor name -> tensor, for every tensor that any rank holds, in the order in which the ranks list them."""
@@ -119,6 +161,7 @@ _SHOWN = 8
 """Largest number of ranks that a message lists."""
 _EVERYWHERE = "Pass the tensor on every rank of its mesh or on none; each rank holds only its own shard."
 _ALIKE = "Give sharded state dicts on all ranks, or on none."
+_TO_FILES = 'Save to="dcp", and convert that into files of ranks.'
 _WIDER = "Call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)."
 
 

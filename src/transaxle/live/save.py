@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from transaxle.arguments import (
@@ -50,14 +51,14 @@ from transaxle.engine.duplicates import PlannedCheck
 from transaxle.engine.plan.conversion import Prepared, for_hub, make_plan, parse_to, require_ready
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import TransaxleError, gathered, refuse
-from transaxle.formats.registry import is_one_file
+from transaxle.formats.registry import get_format, is_one_file
 from transaxle.formats.storage.local import LocalStorage, read_file
 from transaxle.formats.storage.storage import is_url
 from transaxle.formats.store.staging import Writer, as_local_path, staging_at
 from transaxle.formats.store.upload import Upload, opens
 from transaxle.formats.training_state import ParamGroup
 from transaxle.live.extra_state import EXTRA, FILE, MODEL, STATE, encode_states, state_of
-from transaxle.live.global_tensors import Census, census
+from transaxle.live.global_tensors import Census, FsdpRanks, census, fsdp_ranks
 from transaxle.live.memory import Memory, compare_copies, container, memory_of, rank_of
 from transaxle.live.model.destination import SaveReport
 from transaxle.live.model.quantized_model import to_hub_convention
@@ -429,6 +430,10 @@ class CollectedState:
     """Names of entries of the state that are not saved."""
     untrained: tuple[str, ...]
     """Names of this rank's parameters that require gradients but belong to no optimizer."""
+    fsdp: FsdpRanks | None = None
+    """The model's FSDP ranks, for a target with files for each of them."""
+    in_order: bool = False
+    """Whether the groups list the parameters as the optimizer, the only one, numbers them on every rank."""
 
 
 @suggests
@@ -607,6 +612,7 @@ def collect(
         TransaxleError: raised on every rank, with every problem of every rank, if the state cannot be saved.
     """
     groups: list[ParamGroup] = []
+    is_single = True
     states: dict[str, torch.Tensor] = {}
     without_optimizer: tuple[str, ...] = ()
     with world.together():
@@ -618,6 +624,7 @@ def collect(
             raise gathered(problems)
         if optimizer is not None:
             optimizers, parameters = by_name(optimizer, state_leaves)
+            is_single = len(optimizers.members) == 1
             groups, states = groups_of(optimizers, parameters), states_of(optimizers, parameters)
             without_optimizer = names_without_optimizer(parameters, state_leaves.parameters)
         numbers, non_tensors = _numbers(state, state_leaves.non_tensors)
@@ -628,16 +635,24 @@ def collect(
     world.require_alike({**{field.name: getattr(settings, field.name) for field in fields(settings)}, **contents})
     extra_file = encode_states(extra_states, world)
     global_tensors, config = census(tensors, world), common_config(state, settings.config, world)
+    fsdp = None
+    if "fsdp" in get_format(parse_to(settings.to)[0]).draft_takes:
+        fsdp = fsdp_ranks(tensors, world)
+        if extra_file is not None:
+            raise refuse("UNSUPPORTED", "files of ranks have no place for extra=", hint='Omit it, or save to="dcp".')
     left_out = state_leaves.untouched
     if for_hub(settings.to) and any(tensor.dtype not in PLAIN for tensor in global_tensors.values()):
         of_hub = to_hub_convention(tensors, global_tensors, state_leaves.weights, config, world)
         tensors, global_tensors, config = dict(of_hub.tensors), of_hub.global_tensors, of_hub.config
         left_out = (*of_hub.left_out, *left_out)
+    pooled_groups = all_groups(groups, world) if settings.optimizer else []
     return settings, CollectedState(
         local_tensors={part: tensor for _, part, tensor in local_parts(tensors)},
         global_tensors=global_tensors,
         config=config,
-        groups=all_groups(groups, world) if settings.optimizer else [],
+        groups=pooled_groups,
+        fsdp=fsdp,
+        in_order=all(world.gather(is_single and pooled_groups == groups)),
         files={} if extra_file is None else {FILE: extra_file},
         left_out=left_out,
         untrained=without_optimizer,
@@ -716,6 +731,8 @@ def _plan_files(settings: SaveSettings, state: CollectedState, rank: int) -> Pre
     memory = container(
         state.global_tensors, state.local_tensors, rank, state.config, groups=state.groups, files=state.files
     )
+    fsdp = state.fsdp
+    memory = replace(memory, in_order=state.in_order, whole=None if fsdp is None else fsdp.whole)
     reading = reading_settings(
         family=settings.family,
         dialect=settings.dialect,
@@ -724,7 +741,8 @@ def _plan_files(settings: SaveSettings, state: CollectedState, rank: int) -> Pre
         rules=settings.rules,
     )
     checkpoint = Checkpoint(memory, reading, None, None)
-    return make_plan(checkpoint, settings.to, shard_size=settings.shard_size, target=settings.dst)
+    how: dict[str, Any] = {} if fsdp is None else {"degrees": fsdp.degrees}
+    return make_plan(checkpoint, settings.to, shard_size=settings.shard_size, target=settings.dst, **how)
 
 
 def _read_back(target: str, world: World) -> Verification:

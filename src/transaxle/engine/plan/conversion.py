@@ -29,7 +29,7 @@ from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, other_meaning, pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.duplicates import affine_steps, plan_checks
-from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, routes
+from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, path_in, routes
 from transaxle.engine.plan.recoding import (
     buffers_of,
     choose_to_encode,
@@ -49,6 +49,7 @@ from transaxle.engine.plan.training_beside import (
     state_dict_nesting,
     state_notes,
     unwritten_items,
+    whole_targets,
     without_training,
     writable_items,
 )
@@ -62,7 +63,16 @@ from transaxle.formats import registry
 from transaxle.formats.catalog import ITEM_BITS, Draft, Entry, Extent, Spec, nbytes
 from transaxle.formats.registry import MANIFEST, SAFETENSORS, SCRATCH, Format, builtin, get_format, without_gc, writable
 from transaxle.formats.storage.storage import as_text
-from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, MEGATRON, OPTIMIZER, ROOT, RUN, with_full_precision
+from transaxle.formats.training_state import (
+    GROUPS,
+    LEFT_BEHIND,
+    MEGATRON,
+    OPTIMIZER,
+    ROOT,
+    RUN,
+    group_numbers,
+    with_full_precision,
+)
 from transaxle.move.transfer import Transfer, lower
 from transaxle.options import SHARD_SIZE
 from transaxle.spans import stage
@@ -202,7 +212,9 @@ def _with_other_files(
     """
     carried = {name: size for name, size in _files_to_copy(checkpoint, draft, problems).items() if name not in configs}
     problems.extend(refuse_clashes((*draft.files, *(() if single else carried))))
-    return draft.with_files({name: text for name, text in configs.items() if text is not None}), carried
+    folder = get_format(draft.format).model_folder
+    texts = {path_in(folder, name): text for name, text in configs.items() if text is not None}
+    return draft.with_files(texts), {path_in(folder, name): size for name, size in carried.items()}
 
 
 def _configs_left_out(configs: Mapping[str, bytes | None]) -> Iterator[str]:
@@ -223,7 +235,8 @@ def _target_notes(
     """
     yield from place_notes(checkpoint)
     yield from config_notes(checkpoint, configs) if checkpoint.settings.config else ()
-    yield from edit_notes(checkpoint.container.storage, carried or ())
+    start = len(path_in(get_format(draft.format).model_folder, ""))
+    yield from edit_notes(checkpoint.container.storage, [name[start:] for name in carried or ()])
     yield from checkpoint.container.recoding.notes
     framework, loadable = _loadable_targets(to)
     if loadable:
@@ -290,24 +303,13 @@ def _choose_target(
         target_dialect = label
     else:
         target_dialect, known_view = _default_dialect(checkpoint, kind)
-    if degrees is not None and "degrees" not in kind.draft_takes:
-        message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
-        label_suffix = f":{label}" if label and ":" in to else ""
-        alternatives = [f"{each}{label_suffix}" for each in writable() if "degrees" in get_format(each).draft_takes]
-        options = "--tp, --pp, --ep and --make-vocab-size-divisible-by"
-        raise refuse("UNSUPPORTED", message, hint=f"Omit {options}, or write --to {' or --to '.join(alternatives)}.")
-    if degrees is not None and "parts" not in kind.draft_takes and degrees.pp * degrees.ep > 1:
-        message = f"{kind.title} is read at any degrees; --tp says for how many ranks the vocabulary is padded"
-        raise refuse("UNSUPPORTED", message, hint="Omit --pp and --ep.")
     if "parts" in kind.draft_takes or degrees is not None:
         # only a few formats have separate files for each rank
-        from transaxle.engine.plan.rank_parts import pad_for_ranks
+        from transaxle.engine.plan.rank_parts import check_degrees, pad_for_ranks
 
-        checkpoint = (
-            checkpoint
-            if target_dialect == IDENTITY
-            else pad_for_ranks(checkpoint, target_dialect, degrees or Degrees())
-        )
+        check_degrees(kind, degrees, f":{label}" if label and ":" in to else "")
+        if target_dialect != IDENTITY and "degrees" in kind.draft_takes:
+            checkpoint = pad_for_ranks(checkpoint, target_dialect, degrees or Degrees())
     if for_hub(to):
         weights, refusals = _prepare_for_hub(checkpoint)
         return weights, form, target_dialect, refusals, known_view if weights is as_opened else None
@@ -506,10 +508,13 @@ def _draft_options(
         cuts = {}
     else:
         cuts = chunk_cuts(view.targets, reading.family.name_axes_by_tensor)
+    in_order = checkpoint.container.in_order and group_numbers(groups) == group_numbers(stored_groups)
     stem = {"stem": ADAPTER_STEM} if checkpoint.stored_names.is_adapter else {}
     training = writable_items(checkpoint, kind) if checkpoint.container.training else {}
     options = {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts, **stem}
-    return {**options, "training": training}
+    beside = {item.name: item.path for item in checkpoint.container.training if item.name is not None}
+    whole = whole_targets(view, checkpoint.container.whole) if "whole" in kind.draft_takes else None
+    return {**options, "training": training, "in_order": in_order, "beside": beside, "whole": whole}
 
 
 def _ranks_options(
@@ -523,7 +528,7 @@ def _ranks_options(
 ) -> dict[str, Any]:
     """Return layout options for a target with separate files for each rank, or made for a number of ranks."""
     if "parts" not in kind.draft_takes:
-        return {} if degrees is None else {"degrees": degrees}
+        return {} if degrees is None else {"fsdp" if "fsdp" in kind.draft_takes else "degrees": degrees}
     from transaxle.engine.plan.rank_parts import rank_draft_options
 
     return rank_draft_options(checkpoint, dialect, names, degrees or Degrees(), axes, problems)

@@ -22,11 +22,17 @@ from transaxle.engine.duplicates import PlannedCheck
 from transaxle.engine.views.encode import Step
 from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Refusal
+from transaxle.formats.registry import get_format
 from transaxle.move.journal import span_ends
 from transaxle.move.transfer import Transfer, clip_blocks
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
 """Largest numbers of table lines and of refusals that a printed plan shows."""
+
+
+def path_in(folder: str, name: str) -> str:
+    """Return the path of a file in a sub-folder; an empty name of the folder means the top folder."""
+    return f"{folder}/{name}" if folder else name
 
 
 class OutputTensor(msgspec.Struct, frozen=True, gc=False):
@@ -216,7 +222,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     files: dict[str, int]
     """Target file -> size in bytes, for all target files including files that are copied unchanged."""
     carried: tuple[str, ...]
-    """Files of the source that are copied beside the tensors, such as a tokenizer."""
+    """Names in the target of the source's files that are copied, such as a tokenizer."""
     kept: tuple[str, ...]
     """Source tensors that the target dialect does not know; these tensors keep their names."""
     ignored: tuple[str, ...]
@@ -277,17 +283,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def beside(self) -> tuple[str, ...]:
         """Names of the target files without tensors: copied files, and a rewritten config."""
-        is_rewritten = CONFIG in self.files and CONFIG not in self.carried
-        return (*self.carried, CONFIG) if is_rewritten else self.carried
+        config = path_in(self.model_folder, CONFIG)
+        is_rewritten = config in self.files and config not in self.carried
+        return (*self.carried, config) if is_rewritten else self.carried
+
+    @property
+    def model_folder(self) -> str:
+        """Sub-folder of the target into which files are copied; empty if they are beside the tensors."""
+        return get_format(self.format).model_folder
+
+    @property
+    def copied_sources(self) -> tuple[str, ...]:
+        """Names in the source of the files that are copied unchanged, in the order of `carried`."""
+        start = len(path_in(self.model_folder, ""))
+        return tuple(name[start:] for name in self.carried)
 
     @property
     def carried_files(self) -> tuple[PlannedTensor, ...]:
         """The files that are copied unchanged, each as a tensor of bytes with the name of the file."""
-        sizes = [(name, self.files[name]) for name in self.carried]
+        names = [
+            (name, source, self.files[name]) for name, source in zip(self.carried, self.copied_sources, strict=True)
+        ]
         return tuple(
-            PlannedTensor(name, "U8", (size,), (transfer,), size, "", (transfer,))
-            for name, size in sizes
-            for transfer in [Transfer(name, 0, 0, size)]
+            PlannedTensor(name, "U8", (size,), (Transfer(name, 0, 0, size),), size, "", (Transfer(file, 0, 0, size),))
+            for name, file, size in names
         )
 
     @property

@@ -22,8 +22,9 @@ from transaxle.axes.notation.expression import PADDING, Node, Sum, size
 from transaxle.axes.notation.family import Family, Line, Sizes
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
-from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import ITEM_BITS, Entry, Extent, NumbersInMemory
+from transaxle.formats.registry import Format, get_format, writable
 from transaxle.formats.storage.storage import layer
 
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
@@ -35,6 +36,44 @@ RANKS = "tensor_parallel_size"
 """Config key for the number of tensor-parallel ranks, which some formulas in tables need."""
 _WIDEST = 16
 """Size in bytes of one element of the widest dtype."""
+
+
+_MEGATRON_OPTIONS = "--tp, --pp, --ep and --make-vocab-size-divisible-by"
+_FSDP_OPTIONS = "--dp and --device"
+
+
+def check_degrees(kind: Format, degrees: Degrees | None, label_suffix: str) -> None:
+    """Refuse parallel degrees that a file format does not have.
+
+    Args:
+        kind: file format of the target.
+        degrees: parallel degrees that the user gave; None means none.
+        label_suffix: `:DIALECT` as the user typed it after the format, or nothing.
+
+    Raises:
+        Refused: with code UNSUPPORTED.
+    """
+    if degrees is None:
+        return
+    of_fsdp = replace(Degrees(), dp=degrees.dp, device=degrees.device, mesh_dim=degrees.mesh_dim)
+    alternatives = [f"{each}{label_suffix}" for each in writable() if "degrees" in get_format(each).draft_takes]
+    if "fsdp" in kind.draft_takes:
+        if degrees != of_fsdp:
+            message = f"{kind.title} has the parts of FSDP ranks, not of tensor-parallel ranks"
+            hint = f"Omit {_MEGATRON_OPTIONS}, or write --to {' or --to '.join(alternatives)}."
+            raise refuse("UNSUPPORTED", message, hint=hint)
+        return
+    if of_fsdp != Degrees():
+        takers = [f"{each}{label_suffix}" for each in writable() if "fsdp" in get_format(each).draft_takes]
+        message = f"{kind.title} has no files for FSDP ranks"
+        raise refuse("UNSUPPORTED", message, hint=f"Omit {_FSDP_OPTIONS}, or write --to {' or --to '.join(takers)}.")
+    if "degrees" not in kind.draft_takes:
+        message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
+        hint = f"Omit {_MEGATRON_OPTIONS}, or write --to {' or --to '.join(alternatives)}."
+        raise refuse("UNSUPPORTED", message, hint=hint)
+    if "parts" not in kind.draft_takes and degrees.pp * degrees.ep > 1:
+        message = f"{kind.title} is read at any degrees; --tp says for how many ranks the vocabulary is padded"
+        raise refuse("UNSUPPORTED", message, hint="Omit --pp and --ep.")
 
 
 def rank_draft_options(

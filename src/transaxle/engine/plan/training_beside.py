@@ -97,6 +97,21 @@ def unwritten_items(checkpoint: Checkpoint, written_paths: Collection[KeyPath]) 
             yield name
 
 
+def whole_targets(view: View, whole: Collection[str] | None) -> frozenset[str] | None:
+    """Return the names of the target's tensors that every rank of a job has whole, such as buffers; None if unknown.
+
+    Args:
+        view: the tensors of the target.
+        whole: names of the source's tensors that every rank has whole; None if unknown.
+    """
+    if whole is None:
+        return None
+    origins = {
+        name: [origin.name for part in target.parts for origin in part.origins] for name, target in view.targets.items()
+    }
+    return frozenset(name for name, names in origins.items() if names and all(each in whole for each in names))
+
+
 def state_dict_nesting(checkpoint: Checkpoint, names: Collection[str]) -> Nesting | None:
     """Return how to nest the state dict of a single-file target as the source nests it; None if only the model is
     written.

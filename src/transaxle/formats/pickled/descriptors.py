@@ -127,6 +127,12 @@ class TensorRef(msgspec.Struct, eq=False):
     """Operations (`conj`, `neg`) that torch has not yet applied to the stored values."""
 
 
+class Shared(msgspec.Struct, eq=False):
+    """A value that a new pickle contains only once, wherever this `Shared` occurs; a `Shared` equals only itself."""
+
+    value: object
+
+
 class Quantized(msgspec.Struct, eq=False):
     """A quantized tensor of TransformerEngine, with codes and scales as tensors (see `transformer_engine`)."""
 

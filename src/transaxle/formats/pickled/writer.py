@@ -20,6 +20,7 @@ from transaxle.formats.pickled.descriptors import (
     Object,
     OrderedMap,
     Persistent,
+    Shared,
     StorageType,
     TensorRef,
 )
@@ -52,7 +53,7 @@ def write_pickle(value: object) -> bytes:
 
     Args:
         value: plain values and descriptors, nested at most a hundred levels deep. An object that occurs in several
-            places is written anew at each place.
+            places is written anew at each place, unless it is in a `Shared`.
 
     Raises:
         ValueError: if the value cannot be pickled with these opcodes, or is nested too deeply.
@@ -76,8 +77,8 @@ class _Assembler:
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
-        self._memo: dict[str | Global, bytes] = {}
-        """String or global -> opcodes that refer to it."""
+        self._memo: dict[str | Global | Shared, bytes] = {}
+        """String, global or shared value -> opcodes that refer to it."""
         self._calls_with_counts: dict[tuple[Global, tuple[int, ...]], bytes] = {}
         self._records: dict[tuple[Any, ...], tuple[bytes, list[bytes]]] = {}
         """`(class, *field names)` -> opcodes that repeat for objects of this class: the beginning, and each field's
@@ -91,9 +92,9 @@ class _Assembler:
             raise ValueError(f"a {type(value).__name__} cannot be stored in a pickle")
         write(self, value, depth + 1)
 
-    def refer(self, value: str | Global) -> bool:
-        """Write a reference to a string or global that was written before; return False if it was not written
-        before.
+    def refer(self, value: str | Global | Shared) -> bool:
+        """Write a reference to a string, global or shared value that was written before; return False if it was not
+        written before.
         """
         reference = self._memo.get(value)
         if reference is None:
@@ -101,7 +102,7 @@ class _Assembler:
         self.out += reference
         return True
 
-    def memoize(self, value: str | Global) -> None:
+    def memoize(self, value: str | Global | Shared) -> None:
         index = len(self._memo)
         number = b"%c" % index if index < 256 else struct.pack("<I", index)
         self._memo[value] = (b"h" if index < 256 else b"j") + number
@@ -295,6 +296,12 @@ def _object(a: _Assembler, value: Object, depth: int) -> None:
     _state(a, state, depth)
 
 
+def _shared(a: _Assembler, value: Shared, depth: int) -> None:
+    if not a.refer(value):
+        a.put(value.value, depth)
+        a.memoize(value)
+
+
 def _tensor(a: _Assembler, value: TensorRef, depth: int) -> None:
     args = [value.storage, value.offset, value.shape, value.strides, False, OrderedMap()]
     if value.dtype is not None:
@@ -322,5 +329,6 @@ _WRITERS: dict[type, Callable[[_Assembler, Any, int], None]] = {
     StorageType: _storage_type,
     Persistent: _persistent,
     Object: _object,
+    Shared: _shared,
     TensorRef: _tensor,
 }

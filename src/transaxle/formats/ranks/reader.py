@@ -128,6 +128,8 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
         tuple(merged.twins),
         training=tuple(merged.training),
         paths=contents[0].state.paths,
+        whole=merged.whole,
+        in_order=contents[0].state.is_numbered,
     )
 
 
@@ -204,6 +206,8 @@ class _Merged:
     twins: list[Twin]
     metadata: dict[str, Any]
     training: list[TrainingItem]
+    whole: frozenset[str] | None = None
+    """Names of the tensors that every rank has whole; None if no tensor is cut."""
 
 
 def _merge(inline: NumbersInMemory, files: Sequence[_RankFile]) -> _Merged:
@@ -232,6 +236,8 @@ def _merge(inline: NumbersInMemory, files: Sequence[_RankFile]) -> _Merged:
     groups = _groups(files, faults)
     if faults:
         raise faults.error()
+    whole = [name for name in merged.entries if parts_by_name[name][0][1].is_whole]
+    merged.whole = frozenset(whole) if len(whole) < len(merged.entries) else None
     state = files[0].state
     left_behind = {**state.left_behind, **left_behind}
     merged.metadata = {

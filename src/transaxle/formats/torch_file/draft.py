@@ -84,7 +84,7 @@ def draft(
     names_so_far: set[str] = set()
     sized: list[Sized] = []
     for spec in tensors:
-        sized.append((spec, _size(spec, names_so_far, faults)))
+        sized.append((spec, tensor_size(spec, names_so_far, faults)))
         names_so_far.add(spec.name)
     if faults:
         raise faults.error()
@@ -103,8 +103,14 @@ def draft(
     return replace(files, seal=make_seal(file, head, head + DIGITS, offsets))
 
 
-def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the size of a tensor in bytes; add a fault for each reason why the tensor cannot be stored."""
+def tensor_size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
+    """Return the size of a tensor in bytes; add a fault for each reason why a torch file cannot store the tensor.
+
+    Args:
+        spec: the tensor.
+        names_so_far: names of the tensors before it.
+        faults: list to which faults are added.
+    """
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)

@@ -52,6 +52,8 @@ class TorchContents:
     """Where the digests of the file's bytes are; None if the file has no digests."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
     """Tensor name -> key path in the saved dict; see `State.paths`."""
+    is_numbered: bool = False
+    """Whether the optimizer's groups list parameters by number; see `State.is_numbered`."""
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
@@ -88,6 +90,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
         training=training,
         seals=seals,
         paths={name: path for contents in read.parts.values() for name, path in contents.paths.items()},
+        in_order=len(read.parts) == 1 and all(contents.is_numbered for contents in read.parts.values()),
     )
 
 
@@ -124,7 +127,15 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
     metadata = state.metadata() | ({TIES: tensors.ties} if tensors.ties else {}) | tensors.quantized_notes
     if tensors.left_behind:
         metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **tensors.left_behind}
-    return TorchContents(tensors.entries, metadata, saved.checksums, tuple(state.training), saved.seal, state.paths)
+    return TorchContents(
+        tensors.entries,
+        metadata,
+        saved.checksums,
+        tuple(state.training),
+        saved.seal,
+        state.paths,
+        state.is_numbered,
+    )
 
 
 class _TensorCollector:
