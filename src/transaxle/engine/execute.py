@@ -275,7 +275,7 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
 
 def source_files(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the source's files that influence the result."""
-    return (*prepared.checkpoint.container.files, *prepared.plan.copied_sources)
+    return (*prepared.checkpoint.container.files, *prepared.plan.sidecar_sources)
 
 
 def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) -> str:

@@ -118,8 +118,8 @@ class Format:
     tensors), `sealed` (whether to leave space for digests in a single file), `nesting` (how the state dict in a single
     file is nested), `stem` (beginning of file names), `config` (the model's config), `cuts` (where tensors of several
     layers or experts are cut into chunks), `degrees` and `parts` (the parallel degrees, and each tensor-parallel rank's
-    shard of a tensor), `fsdp`, `whole`, `in_order` and `beside` (the FSDP ranks, which tensors each of them has whole,
-    whether groups are in the optimizer's order, and the key paths of tensors of the training state)."""
+    shard of a tensor), `fsdp`, `whole`, `in_order` and `training_paths` (the FSDP ranks, which tensors each of them has
+    whole, whether groups are in the optimizer's order, and the key paths of tensors of the training state)."""
     dialects: tuple[str, ...] = ()
     """Names of the dialects (tensor names of one framework) that are tried for writing; the first dialect that the
     model's family has is used. Empty means that tensors keep the names that they have in the source."""
@@ -385,7 +385,7 @@ RANKS = Format(
     reader="transaxle.formats.ranks.reader:open_ranks",
     reader_takes=frozenset({"ranks"}),
     draft="transaxle.formats.ranks.draft:draft",
-    draft_takes=frozenset({"groups", "in_order", "fsdp", "whole", "training", "beside"}),
+    draft_takes=frozenset({"groups", "in_order", "fsdp", "whole", "training", "training_paths"}),
     model_folder="huggingface",
     files=RANK_NAMES,
     sidecars=frozenset({"fsdp_config.json"}),

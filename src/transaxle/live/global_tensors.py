@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -111,7 +111,7 @@ class GlobalTensor:
         return shape[0] <= self.shape[0] or (type(rows) is int and rows <= self.shape[0])
 
 
-class FsdpRanks(NamedTuple):
+class FsdpRanks(msgspec.Struct, frozen=True):
     """The ranks of a model under FSDP2, as files of ranks describe them."""
 
     degrees: Degrees
@@ -131,7 +131,7 @@ def fsdp_ranks(tensors: Mapping[str, torch.Tensor], world: World) -> FsdpRanks:
         Refused: raised on every rank with code UNSUPPORTED, if the model's mesh is not one dim of these ranks.
     """
 
-    def describe_mesh() -> tuple[str, str | None, list[str], bool]:
+    def describe_mesh() -> FsdpRanks:
         meshes = {tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)}
         for mesh in meshes:
             if mesh.mesh.tolist() != list(range(world.size)):
@@ -139,20 +139,21 @@ def fsdp_ranks(tensors: Mapping[str, torch.Tensor], world: World) -> FsdpRanks:
                 raise refuse("UNSUPPORTED", f"{message} only on one dim of all {world.size} ranks", hint=_TO_FILES)
         if len({(mesh.device_type, mesh.mesh_dim_names) for mesh in meshes}) > 1:
             raise refuse("UNSUPPORTED", "the model's tensors are on meshes with different names", hint=_TO_FILES)
-        plain = sorted(name for name, tensor in tensors.items() if not isinstance(tensor, DTensor))
         for mesh in meshes:
-            return mesh.device_type, mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None, plain, True
+            plain = frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, DTensor))
+            mesh_dim = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else None
+            return FsdpRanks(Degrees(dp=world.size, device=mesh.device_type, mesh_dim=mesh_dim), plain)
         device = next((tensor.device.type for tensor in tensors.values()), "cpu")
-        return device, Degrees().mesh_dim, plain, False
+        return FsdpRanks(Degrees(dp=world.size, device=device), None)
 
-    device, mesh_dim, _, is_sharded = (described_meshes := world.pool(describe_mesh))[0]
-    if any(described[:2] != (device, mesh_dim) or described[3] != is_sharded for described in described_meshes):
-        raise refuse("UNSUPPORTED", "the ranks have their tensors on different meshes", hint=_TO_FILES)
-    whole = frozenset(name for _, _, plain, _ in described_meshes for name in plain) if is_sharded else None
-    return FsdpRanks(Degrees(dp=world.size, device=device, mesh_dim=mesh_dim), whole)
+    of_ranks = world.pool(describe_mesh)
+    if any(ranks != of_ranks[0] for ranks in of_ranks):
+        message = "the ranks have their tensors on different meshes, or different tensors"
+        raise refuse("UNSUPPORTED", message, hint=_TO_FILES)
+    return of_ranks[0]
 
 
-wire.tellable(Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
+wire.tellable(FsdpRanks, Degrees, Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
 Census = Mapping[str, GlobalTensor]
 """Tensor name -> tensor, for every tensor that any rank holds, in the order in which the ranks list them."""
 _Description = tuple[str, str, tuple[int, ...], int]

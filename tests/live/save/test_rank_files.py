@@ -35,16 +35,18 @@ class Model(nn.Module):
         self.register_buffer("num_batches_tracked", torch.tensor(5))
 
 
-def sharded(world: int, dim: str | None = "fsdp") -> nn.Module:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=None if dim is None else (dim,))
-    return fully_shard(Model(), mesh=mesh)
+def sharded(world: int, dim: str | None = "fsdp") -> Model:
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=None if dim is None else (dim,)))
+    return model
 
 
 def optimizer_of(model: nn.Module, steps: int = 2) -> torch.optim.Optimizer:
     """AdamW with two groups, the second parameter first, after some steps with gradients that are equal everywhere."""
     named = dict(model.named_parameters())
     decayed = [named[name] for name in ("one", "ten", "inner.weight")]
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": [named["norm"], named["inner.bias"]], "lr": 0.1}])
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": [named["norm"], named["inner.bias"]], "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups)
     torch.manual_seed(7)
     for _ in range(steps):
         for parameter in named.values():
@@ -75,7 +77,8 @@ def load_weights(rank: int, world: int, folder: str) -> None:
     for how in ({}, {"weights_only": True}, {"mmap": True}):
         model.load_state_dict(loaded(folder, "model", rank, world, **how))
         assert all(equal(value, expected[name]) for name, value in model.state_dict().items())
-    mesh = next(model.parameters()).device_mesh
+    assert isinstance(model.ten, DTensor)
+    mesh = model.ten.device_mesh
     assert {
         value.device_mesh == mesh for value in loaded(folder, "model", rank, world).values() if value.dim() > 1
     } == {True}
@@ -166,7 +169,8 @@ def test_without_the_order_of_the_optimizer_its_files_have_names(tmp_path: Path)
 
 
 def save_hsdp(_rank: int, _world: int, folder: str) -> None:
-    model = fully_shard(Model(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("ddp", "fsdp")))
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("ddp", "fsdp")))
     tx.save(model, folder, to="ranks", config=CONFIG)
 
 

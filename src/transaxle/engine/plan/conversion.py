@@ -512,9 +512,9 @@ def _draft_options(
     stem = {"stem": ADAPTER_STEM} if checkpoint.stored_names.is_adapter else {}
     training = writable_items(checkpoint, kind) if checkpoint.container.training else {}
     options = {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts, **stem}
-    beside = {item.name: item.path for item in checkpoint.container.training if item.name is not None}
+    paths = {item.name: item.path for item in checkpoint.container.training if item.name is not None}
     whole = whole_targets(view, checkpoint.container.whole) if "whole" in kind.draft_takes else None
-    return {**options, "training": training, "in_order": in_order, "beside": beside, "whole": whole}
+    return {**options, "training": training, "in_order": in_order, "training_paths": paths, "whole": whole}
 
 
 def _ranks_options(

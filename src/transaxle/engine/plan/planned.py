@@ -293,7 +293,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return get_format(self.format).model_folder
 
     @property
-    def copied_sources(self) -> tuple[str, ...]:
+    def sidecar_sources(self) -> tuple[str, ...]:
         """Names in the source of the files that are copied unchanged, in the order of `carried`."""
         start = len(path_in(self.model_folder, ""))
         return tuple(name[start:] for name in self.carried)
@@ -302,7 +302,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def carried_files(self) -> tuple[PlannedTensor, ...]:
         """The files that are copied unchanged, each as a tensor of bytes with the name of the file."""
         names = [
-            (name, source, self.files[name]) for name, source in zip(self.carried, self.copied_sources, strict=True)
+            (name, source, self.files[name]) for name, source in zip(self.carried, self.sidecar_sources, strict=True)
         ]
         return tuple(
             PlannedTensor(name, "U8", (size,), (Transfer(name, 0, 0, size),), size, "", (Transfer(file, 0, 0, size),))

@@ -296,7 +296,7 @@ def _object(a: _Assembler, value: Object, depth: int) -> None:
     _state(a, state, depth)
 
 
-def _shared(a: _Assembler, value: Shared, depth: int) -> None:
+def _once(a: _Assembler, value: Shared, depth: int) -> None:
     if not a.refer(value):
         a.put(value.value, depth)
         a.memoize(value)
@@ -329,6 +329,6 @@ _WRITERS: dict[type, Callable[[_Assembler, Any, int], None]] = {
     StorageType: _storage_type,
     Persistent: _persistent,
     Object: _object,
-    Shared: _shared,
+    Shared: _once,
     TensorRef: _tensor,
 }

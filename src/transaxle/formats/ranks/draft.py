@@ -88,37 +88,34 @@ class _Numbering(NamedTuple):
 def draft(
     tensors: Sequence[Spec],
     *,
-    metadata: Mapping[str, str] | None = None,
-    shard_size: int | None = None,
     groups: Sequence[ParamGroup] = (),
     in_order: bool = False,
     fsdp: Degrees | None = None,
     whole: Collection[str] | None = None,
     training: Mapping[KeyPath, object] = MappingProxyType({}),
-    beside: Mapping[str, KeyPath] = MappingProxyType({}),
+    training_paths: Mapping[str, KeyPath] = MappingProxyType({}),
+    **_unused: object,
 ) -> Draft:
     """Lay out the files of all ranks.
 
     Args:
         tensors: the tensors to write, under the whole model's names.
-        metadata: not used, because a torch file has no place for it.
-        shard_size: not used, because each rank has exactly one file of weights.
         groups: parameter groups of the optimizer.
         in_order: whether the groups list all parameters in the order in which the optimizer numbers them.
         fsdp: the number of FSDP ranks, and their mesh; None means a single rank.
         whole: names of the tensors that every rank has whole, such as buffers; None means that this is unknown.
         training: values of the training state that are not tensors, by key path.
-        beside: names of those tensors that are training state -> their key path.
+        training_paths: names of those tensors that are training state -> their key path.
+        **_unused: options that the layout does not depend on: each rank has one file of weights, without notes.
 
     Raises:
         Refused: with every tensor that cannot be stored, and the code UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH.
     """
-    del metadata, shard_size
     fsdp = fsdp or Degrees()
     sets = _Sets([], [], [])
     for spec in tensors:
         is_state = optimizer_path(spec.name) is not None
-        (sets.extra if spec.name in beside else sets.optimizer if is_state else sets.model).append(spec)
+        (sets.extra if spec.name in training_paths else sets.optimizer if is_state else sets.model).append(spec)
     trained = {_parameter(spec.name) for spec in sets.optimizer}.union(*(group[PARAMS] for group in groups))
     plain = {spec.name for spec in sets.model if _is_whole(spec, whole, trained)}
     _check(tensors, sets, plain)
@@ -129,7 +126,7 @@ def draft(
         if sets.optimizer or groups:
             drafted.add_optimizer(rank, sets.optimizer, numbering)
         if sets.extra or training:
-            drafted.add_extra(rank, sets.extra, beside, training)
+            drafted.add_extra(rank, sets.extra, training_paths, training)
     drafted.add(_FSDP_CONFIG, json.dumps({"FSDP_version": _VERSION, "world_size": fsdp.dp}, indent=4).encode())
     notes = (*_buffer_notes(plain, whole, fsdp), *numbering.notes)
     return drafted.draft(tensors, (*notes, _mesh_note(fsdp)))
@@ -252,14 +249,14 @@ class _RankFiles:
         self._lay_out("optim", contents, {_STATE: states, GROUPS: groups})
 
     def add_extra(
-        self, rank: int, tensors: Sequence[Spec], beside: Mapping[str, KeyPath], training: Mapping[KeyPath, object]
+        self, rank: int, tensors: Sequence[Spec], paths: Mapping[str, KeyPath], training: Mapping[KeyPath, object]
     ) -> None:
         """Lay out a rank's file with other training state; see `draft` for the arguments."""
         contents = _RankContents(self._fsdp, rank)
         values: dict[str, object] = {spec.name: contents.add(spec, is_cut=False) for spec in tensors}
         values |= {join_path(path): settings_to_save(value, contents.storages) for path, value in training.items()}
-        paths = {**beside, **{join_path(path): path for path in training}}
-        self._lay_out("extra_state", contents, nest_state(values, Nesting(None, paths), ()))
+        nesting = Nesting(None, {**paths, **{join_path(path): path for path in training}})
+        self._lay_out("extra_state", contents, nest_state(values, nesting, ()))
 
     def add(self, file: str, data: bytes) -> None:
         """Add a file whose contents are known."""
