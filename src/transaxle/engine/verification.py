@@ -49,7 +49,7 @@ from transaxle.formats.catalog import NUMBERS, Checksum, Container, Entry, Seal,
 from transaxle.formats.checksums import Witness
 from transaxle.formats.detect import has_choices
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.storage.storage import layer, walk_files
+from transaxle.formats.storage.storage import LiftedFiles, layer, walk_files
 from transaxle.move.journal import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
 from transaxle.move.transfer import NoExchange
@@ -194,7 +194,9 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         plain = _plain_numbers(container) - recorded.keys()
         problems.extend(_refuse_unlisted(recorded, dict.fromkeys(name for name in stored if name not in plain)))
         folder_files = () if container.storage.single else walk_files(container.storage)
-        extra = tuple(name for name in folder_files if name not in manifest.files and name != MANIFEST)
+        lifted = layer(container.storage, LiftedFiles)
+        paths = {name: name if lifted is None else lifted.name_below(name) for name in folder_files}
+        extra = tuple(name for name, path in paths.items() if path not in manifest.files and name != MANIFEST)
     places: dict[str, tuple[Seal, int]] = {}
     for seal in container.seals:
         problems.extend(check_rest(seal, container))
