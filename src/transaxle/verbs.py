@@ -66,9 +66,7 @@ class Watch(Protocol):
         """Show an activity while the `with` block runs."""
 
     def opened(self, *checkpoints: Checkpoint) -> None:
-        """Receive the checkpoints that the public function has opened; the function closes these checkpoints when it
-        ends.
-        """
+        """Receive the checkpoints that the public function has opened; they are closed when the function ends."""
 
     def planned(self, cleared: CheckedPlan) -> None:
         """Receive the plan of a conversion, with all reasons against carrying it out."""
