@@ -6,7 +6,7 @@ fixed, files that were not chosen are listed as ignored, and if one clue matches
 between them.
 
 In a folder without a checkpoint of its own, the folders that trainers make are searched (`checkpoint-3`, `actor`,
-`lightning_logs`). If they contain exactly one checkpoint, that one is opened, and its path is shown. A checkpoint
+`lightning_logs`). If these folders contain exactly one checkpoint, it is opened, and its path is shown. A checkpoint
 without a config gets the config.json of a folder above it, if that is the config of a model.
 """
 
@@ -136,7 +136,8 @@ def open_container(
 ) -> Container:
     """Open the checkpoint that a path denotes: a folder, an index or a tensor file.
 
-    If a folder contains no checkpoint itself, but one in the folders that trainers make, that one is opened.
+    If a folder itself is no checkpoint, but the folders that trainers make inside it contain one checkpoint, this
+    checkpoint is opened.
 
     Args:
         path: path of the folder or file.
@@ -149,7 +150,7 @@ def open_container(
         average: whether to average replicas that differ; only formats with one file per rank have replicas.
         lenient: whether to ignore `weights` and `average` for formats to which they do not apply, instead of refusing.
         naming: function that names an optimizer's parameters, if the checkpoint lists them only by number.
-        config_above: whether a checkpoint without a config gets that of a folder above it.
+        config_above: whether a checkpoint without a config gets the config of a folder above it.
 
     Raises:
         UsageError: with the code AMBIGUOUS if the first matching clue matches two checkpoints, if several inner folders
@@ -175,9 +176,7 @@ def open_container(
 
 
 def _open_path(path: str, choices: _Choices) -> Container:
-    """Open the checkpoint that a path denotes, without a config from elsewhere; the errors are those of
-    `open_container`.
-    """
+    """Open the checkpoint at a path, without the config of a folder above; the errors are those of `open_container`."""
     storage = storage_at(path)
     try:
         return _open(storage, storage.path, choices)
@@ -225,7 +224,9 @@ class _Choices(NamedTuple):
     naming: Naming | None = None
     """Function that names an optimizer's numbered parameters; None means that their state is not read."""
     searched: str = ""
-    """Path or URL of the folder that is searched if it contains no checkpoint itself; empty if none is searched."""
+    """Path or URL of the folder whose inner folders are searched if the folder itself is no checkpoint; empty if
+    nothing is searched.
+    """
 
 
 def _open(storage: Storage, path: str, choices: _Choices) -> Container:
@@ -255,10 +256,10 @@ def _matches_in(folder: Folder, choices: _Choices) -> list[_Match]:
 
 
 def _open_inner(folder: Folder, choices: _Choices) -> Container:
-    """Open the only checkpoint in the folders that trainers make; `folder` contains none itself.
+    """Open the only checkpoint in the folders that trainers make inside `folder`, which itself is no checkpoint.
 
     Raises:
-        UsageError: with the code AMBIGUOUS if there are several.
+        UsageError: with the code AMBIGUOUS if there are several checkpoints.
         Refused: with the codes of `_refuse_nothing` if there is none; with the code INCOMPLETE if a file names a newest
             step that is missing.
     """
@@ -297,7 +298,7 @@ class _Search:
         """Number of folders that were not examined, because the limit was reached."""
 
     def places(self, folder: Folder, depth: int = 1) -> Iterator[str]:
-        """Yield the paths of the checkpoints in the folders of a folder, the newest first."""
+        """Yield the paths of the checkpoints in the inner folders of a folder, the newest first."""
         for name in _inner_names(folder):
             if self._listings == _MAX_LISTINGS:
                 self.unlisted += 1
@@ -311,8 +312,8 @@ class _Search:
                 yield from self.places(inner, depth + 1)
 
     def _is_checkpoint(self, folder: Folder) -> bool:
-        """Return whether a folder looks like a checkpoint; one that is damaged or unfinished counts, so that it is
-        refused instead of passed over.
+        """Return whether a folder looks like a checkpoint. A damaged or unfinished checkpoint counts too, so that it is
+        refused instead of skipped.
         """
         if SCRATCH in folder.folders or any(name.endswith(DCP_DATA) for name in folder.names):
             return True
@@ -349,7 +350,7 @@ def _inner_names(folder: Folder) -> list[str]:
 
 
 def _with_config_above(container: Container, path: str) -> Container:
-    """Give a checkpoint without a config the config.json of a folder above it, if that is the config of a model.
+    """Add to a checkpoint without a config the config.json of a folder above it, if that file is the config of a model.
 
     The folders are those inside the folder that the user gave, at most two levels above the checkpoint, and the one
     directly above the folder that the user gave.
@@ -387,8 +388,8 @@ def _folders_above(path: str, inside: str) -> Iterator[str]:
 
 
 def _folder_above(path: str) -> str:
-    """Return the path or URL of the folder that contains a folder; empty if there is none, or none that is a
-    checkpoint's.
+    """Return the path or URL of the folder that contains a folder; empty if there is no such folder, or it cannot
+    belong to a checkpoint.
     """
     if not is_url(path):
         above = os.path.normpath(os.path.join(path, os.pardir))  # noqa: PTH118 - as typed

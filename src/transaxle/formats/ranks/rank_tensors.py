@@ -5,10 +5,10 @@ placement for each mesh dim. This module computes from the record which boxes of
 consists of. Each mesh dim cuts the tensor by a chunk rule of `axes.geometry`. A pickled ShardedTensor lists its boxes
 itself.
 
-torch has changed the pickled form of a device mesh. Up to release 2.9 it is a tensor of ranks (`mesh`), which may be a
-strided view. Since then it is a list of all ranks (`_rank_map`) and a layout that selects the ranks of this mesh: sizes
-and strides of all mesh dims, as two tuples up to release 2.12 (`shape`, `stride`), and one pair for each mesh dim since
-2.13 (`axes`).
+torch has changed the pickled form of a device mesh. Up to release 2.9, a pickled mesh contains a tensor of ranks
+(`mesh`), which may be a strided view. Since release 2.10, it contains a list of all ranks (`_rank_map`) and a layout
+(sizes and strides of all mesh dims), which selects the ranks of the mesh from the list. Up to release 2.12 the layout
+consists of two tuples (`shape`, `stride`), since release 2.13 of one pair for each mesh dim (`axes`).
 
 A rank's pickle is untrusted: the number of ranks in its meshes, and the number of boxes of its tensors, are limited.
 """
@@ -72,13 +72,13 @@ class Mesh(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A device mesh, and where in it the rank of a file is."""
+    """A device mesh, and the coordinates in it of the rank that wrote a file."""
 
     mesh: Mesh
     coordinate: tuple[int, ...]
     """Index of the rank along each mesh dim."""
     ranks: frozenset[int]
-    """The ranks of the mesh; equal sets are one object."""
+    """The ranks of the mesh; meshes with the same ranks share one set."""
 
 
 class Cut(NamedTuple):
@@ -101,7 +101,9 @@ class RankTensor:
     blocks: tuple[ShardBlock, ...]
     """The non-empty boxes of the whole tensor that are in the local tensor."""
     mesh_ranks: frozenset[int] | None = None
-    """Ranks of a DTensor's mesh; None for a plain tensor and for a ShardedTensor. Equal sets are one object."""
+    """Ranks of a DTensor's mesh; None for a plain tensor and for a ShardedTensor. Meshes with the same ranks share one
+    set.
+    """
     is_whole: bool = False
     """Whether this is a plain tensor, of which the rank has every element."""
 
@@ -112,10 +114,10 @@ class RankTensorReader:
 
     Args:
         file: name of the rank's file.
-        rank: the rank.
-        count: number of files, and so of ranks.
-        read_ranks: function that reads a tensor of ranks.
-        rank_sets: sets of ranks that meshes consist of, by their ranks in order; the readers of all files share them.
+        rank: number of the rank.
+        count: number of files, which is the number of ranks.
+        read_ranks: function that reads the ranks of a device mesh from a pickled tensor.
+        rank_sets: ranks of a mesh, in order -> set of these ranks; the readers of all files share these sets.
     """
 
     file: str
@@ -124,9 +126,9 @@ class RankTensorReader:
     read_ranks: ReadRanks
     rank_sets: dict[tuple[int, ...], frozenset[int]]
     _places: dict[int, _Place] = field(default_factory=dict)
-    """Maps the identity of a pickled mesh, which all tensors share, to the mesh."""
+    """`id` of a pickled mesh -> the parsed mesh. All tensors of a file share one pickled mesh."""
     _rank_maps: dict[int, Sequence[int]] = field(default_factory=dict)
-    """Maps the identity of a pickled tensor of ranks to the ranks."""
+    """`id` of a pickled tensor of ranks -> the ranks."""
     _ranks_left: int = _MAX_RANKS_OF_MESHES
     _blocks_left: int = _MAX_BLOCKS_OF_FILE
 
@@ -186,7 +188,7 @@ class RankTensorReader:
             raise ViewFault("UNSUPPORTED", f"its placements divide it into {count} boxes on each rank", _RESHAPED)
 
     def _place(self, pickled: Object) -> _Place:
-        """Return a mesh, and the place in it of this file's rank."""
+        """Return a mesh, and the coordinates in it of this file's rank."""
         mesh_place = self._places.get(id(pickled))
         if mesh_place is not None:
             return mesh_place
@@ -221,8 +223,9 @@ class RankTensorReader:
         ranks, axes = self._rank_map(state["_rank_map"]), _axes(state)
         self._charge_ranks(prod(size for sizes, _ in axes for size in sizes))
         indices = _indices(axes)
-        # A mesh that was sliced out of a larger one exists several times, side by side in the list of all ranks: the
-        # rank belongs to one of them. Its layout gives the first, and its offset follows from the coordinate.
+        # If a mesh was sliced out of a larger mesh, several meshes of the same layout exist side by side in the list of
+        # all ranks. The rank belongs to one of these meshes. The layout describes the first of them; the offset of the
+        # rank's mesh follows from the rank's coordinates.
         offset = _offset(ranks, axes, self.rank, state.get("_coordinate_on_dim"))
         if max(indices) + offset >= len(ranks):
             raise ViewFault("CORRUPT", "the layout of its device mesh names more ranks than there are")
@@ -230,7 +233,7 @@ class RankTensorReader:
         return _check_mesh(Mesh(tuple(ranks[index + offset] for index in indices), shape))
 
     def _rank_of_save(self, state: Mapping[str, Any]) -> int | None:
-        """Return the rank that saved a mesh; None if the file does not say.
+        """Return the rank that saved a mesh; None if the file does not record the rank.
 
         torch 2.10 records only the rank's coordinate, in the mesh and in the mesh out of which it was sliced.
         """
@@ -260,7 +263,7 @@ class RankTensorReader:
             raise ViewFault("CORRUPT", "its device mesh has more ranks than any job")
 
     def _check_group(self, value: Any) -> None:
-        """Refuse a ShardedTensor that another rank has saved, or a rank of a job of another size."""
+        """Refuse a ShardedTensor that was saved by a different rank, or in a job with a different number of ranks."""
         fields = value.state
         group = fields[2] if isinstance(fields, tuple) and len(fields) > 2 else None
         state = attributes(group) if isinstance(group, Object) else {}
@@ -312,7 +315,7 @@ def _cuts(spec: Mapping[str, Any], mesh: Mesh, dims: int) -> tuple[Cut, ...]:
 
 
 def _in_order(cuts: Sequence[Cut], shard_order: object) -> list[Cut]:
-    """Return cuts in the recorded order; without a record, mesh dims cut from first to last."""
+    """Return cuts in the order that the pickle records; if the pickle records none, the first mesh dim cuts first."""
     order: list[tuple[object, int]] = []
     for item in shard_order if isinstance(shard_order, list | tuple) else ():
         entry = _object(item, "shard_order").args
@@ -346,7 +349,9 @@ def _cut(mesh_dim: int, placement: Object, size: int, dims: int) -> Cut:
 
 
 def _indices(axes: Sequence[tuple[Shape, Shape]]) -> list[int]:
-    """Return the indices, in the list of all ranks, of the first mesh with this layout, in row-major order."""
+    """Return the indices, in the list of all ranks, of the ranks of the first mesh with this layout, in row-major
+    order.
+    """
     indices = [0]
     for sizes, strides in axes:
         for size, stride in zip(sizes, strides, strict=True):
@@ -355,7 +360,7 @@ def _indices(axes: Sequence[tuple[Shape, Shape]]) -> list[int]:
 
 
 def _index(axes: Sequence[tuple[Shape, Shape]], coordinate: Sequence[int]) -> int:
-    """Return the index, in the list of all ranks, of a coordinate of the first mesh with this layout."""
+    """Return the index, in the list of all ranks, of the rank at a coordinate of the first mesh with this layout."""
     index = 0
     for (sizes, strides), position in zip(axes, coordinate, strict=True):
         for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -372,7 +377,9 @@ def _offset(ranks: Sequence[int], axes: Sequence[tuple[Shape, Shape]], rank: int
 
 
 def _axes(mesh: Mapping[str, Any]) -> list[tuple[Shape, Shape]]:
-    """Return sizes and strides of each dim of a mesh; a mesh dim has several sizes where it joins mesh dims."""
+    """Return the sizes and strides of each dim of a mesh. A mesh dim that joins several mesh dims has one size and one
+    stride for each of them.
+    """
     state = attributes(_object(mesh.get("_layout"), "_layout"))
     if "axes" in state:
         layouts = [attributes(_object(axis, "axes")) for axis in _sequence(state["axes"])]

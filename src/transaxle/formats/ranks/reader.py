@@ -179,7 +179,7 @@ def _setting(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> o
 
 
 def _ranks(inline: NumbersInMemory, file: str, value: object) -> Sequence[int]:
-    """Read a tensor of ranks, from a device mesh; it may be a strided view."""
+    """Read the ranks of a device mesh from a pickled tensor, which may be a strided view."""
     if not isinstance(value, TensorRef):
         raise ViewFault("CORRUPT", "its device mesh has no ranks")
     entry, repeated = place("", value, file)
@@ -249,7 +249,9 @@ def _merge(inline: NumbersInMemory, files: Sequence[_RankFile]) -> _Merged:
 
 
 def _refuse_flat_state(files: Sequence[_RankFile], faults: Faults) -> None:
-    """Refuse the state of FSDP1's optimizer: each rank's part of numbered flat parameters, as plain tensors."""
+    """Refuse the state of FSDP1's optimizer, which consists of each rank's part of flat parameters, numbered and as
+    plain tensors.
+    """
     numbered = [(name, tensor) for file in files for name, tensor in file.tensors.items() if name.startswith(_NUMBERED)]
     shapes: dict[str, list[Shape]] = defaultdict(list)
     for name, tensor in numbered:
@@ -271,8 +273,8 @@ def _neighbours(files: Sequence[_RankFile]) -> dict[int, frozenset[int]]:
     """Return, for each rank, the ranks that must have the same plain tensors: all ranks in the meshes of the rank's
     DTensors.
 
-    All ranks of a job hold the same plain tensors, but for pipeline stages: each stage has meshes of its own. Equal
-    sets of ranks are mostly one object.
+    Without pipeline stages, all ranks of a job hold the same plain tensors. With pipeline stages, each stage has
+    separate meshes and separate plain tensors. Meshes with the same ranks usually share one set of ranks.
     """
     everyone = frozenset(file.rank for file in files)
     unions: dict[frozenset[int], frozenset[int]] = {frozenset(): everyone}
@@ -289,7 +291,9 @@ def _neighbours(files: Sequence[_RankFile]) -> dict[int, frozenset[int]]:
 def _ranks_without(
     parts: Sequence[tuple[_RankFile, RankTensor]], neighbours: Mapping[int, frozenset[int]]
 ) -> tuple[_RankFile, list[int]] | None:
-    """Return a file with a tensor, and the ranks that must have the tensor as well, but do not; None if all have it."""
+    """Return a file that contains a tensor, and the ranks that must have the tensor too but lack it; None if no rank
+    lacks it.
+    """
     holders = {file.rank for file, _ in parts}
     checked: set[int] = set()
     for file, tensor in parts:
