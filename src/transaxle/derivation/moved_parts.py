@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
 from transaxle.derivation.patterns import Numbering, Pattern, Patterns, Place
-from transaxle.derivation.traces import HUB, SIDES, Numbers, Shape, Trace, Underivable
+from transaxle.derivation.traces import HUB, SIDES, Numbers, Shape, Trace, Underivable, largest_number
 from transaxle.move.workers import DisjointSets
 
-Positions = npt.NDArray[np.int64]
+Positions = Numbers
+"""Positions of elements in a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,8 @@ def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
     """Return for every element number the first tensor in memory that contains it, and the position in that tensor."""
     # If two names have the same values, the name that the hub stores is first.
     names = sorted(trace.memory, key=lambda name: name not in trace.hub)
-    sides = (trace.hub, trace.memory)
-    largest = max((int(n.max()) for side in sides for n in side.values() if n.size), default=0)
-    owners, positions = np.full(largest + 1, -1, np.int64), np.zeros(largest + 1, np.int64)
+    largest = largest_number(trace)
+    owners, positions = np.full(largest + 1, -1, np.int32), np.zeros(largest + 1, np.min_scalar_type(-1 - largest))
     for index, name in enumerate(names):
         flat: Numbers = trace.memory[name].ravel()
         if len(flat) and owners[flat[0]] < 0:

@@ -26,9 +26,9 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.storage.local import storage_error
 
-Numbers = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 """A tensor whose values are element numbers, from 1 on. If an element was copied, several tensors contain its
-number.
+number. A trace keeps 32-bit numbers, if they are large enough, since it numbers every element of a model.
 """
 Shape = tuple[int, ...]
 HUB, MEMORY = "hub", "memory"
@@ -109,21 +109,29 @@ def split_trace(trace: Trace) -> tuple[Trace, tuple[str, ...]]:
     """Return the part of a trace that mapping rules can describe, and notes on tensors that the converter drops or
     creates.
     """
-    stored = _all_numbers(trace.hub)
-    numbers_left = _all_numbers(trace.memory)
-    dropped = [name for name, numbers in trace.hub.items() if not np.isin(numbers, numbers_left).any()]
-    invented = [name for name, numbers in trace.memory.items() if not np.isin(numbers, stored).any()]
+    largest = largest_number(trace)
+    in_hub, in_memory = (_present(tensors, largest) for tensors in (trace.hub, trace.memory))
+    dropped = [name for name, numbers in trace.hub.items() if not in_memory[numbers].any()]
+    invented = [name for name, numbers in trace.memory.items() if not in_hub[numbers].any()]
     notes = (*(f"{name} is dropped" for name in dropped), *(f"{name} is made of nothing" for name in invented))
     hub = {name: numbers for name, numbers in trace.hub.items() if name not in dropped}
     memory = {name: numbers for name, numbers in trace.memory.items() if name not in invented}
     return Trace(hub, memory, trace.config, trace.unnumbered), notes
 
 
-def _all_numbers(tensors: Mapping[str, Numbers]) -> Numbers:
-    if not tensors:
-        return np.zeros(0, np.int64)
-    together = np.concatenate([numbers.ravel() for numbers in tensors.values()])
-    return together[together > 0]
+def largest_number(trace: Trace) -> int:
+    """Return the largest element number in a trace; 0 if the trace has none."""
+    tensors = (*trace.hub.values(), *trace.memory.values())
+    return max((int(numbers.max()) for numbers in tensors if numbers.size), default=0)
+
+
+def _present(tensors: Mapping[str, Numbers], largest: int) -> npt.NDArray[np.bool_]:
+    """Return an array that tells of each element number up to `largest` whether a tensor contains it; False for 0."""
+    present = np.zeros(largest + 1, np.bool_)
+    for numbers in tensors.values():
+        present[numbers.ravel()] = True
+    present[0] = False
+    return present
 
 
 FLOOR = 1 << 16

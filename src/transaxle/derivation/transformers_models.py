@@ -466,7 +466,8 @@ def _places(numbers: Numbers) -> Numbers:
     """Return the positions, from 1, of the elements with these numbers; 0 for constants, whose values are below
     `FLOOR`.
     """
-    return np.maximum(numbers - (FLOOR - 1), 0)
+    places: Numbers = np.maximum(numbers - (FLOOR - 1), 0)
+    return places.astype(np.int32) if places.max(initial=0) <= np.iinfo(np.int32).max else places
 
 
 def _whole(name: str, tensor: Any) -> Numbers:
