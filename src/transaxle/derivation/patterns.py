@@ -31,7 +31,9 @@ class Numbering:
     """Exceptions from the rule that decides whether a number in tensor names is an index or a literal."""
 
     literal: frozenset[Number] = frozenset()
-    """Numbers that are literal parts of tensor names, although the rule would decide that they are indices."""
+    """Numbers that are literal parts of tensor names, although the rule in the head of this module would treat them as
+    indices.
+    """
     ahead: Mapping[Place, int] = field(default_factory=dict)
     """Place of an index (with `{}` for every earlier number) -> number in the tensor name minus the index."""
 

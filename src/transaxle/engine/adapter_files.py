@@ -158,7 +158,9 @@ def make_factors(target: Target, changes: Mapping[str, LowRank], content: Callab
 
 
 def _share_of_origin(share: Share, origin: Origin) -> Share:
-    """Return the part of a dim's share that one stored tensor fills; the tensor's name fixes the index of some axes."""
+    """Return the part of a dim's share that one stored tensor fills, because the tensor has only one index of each axis
+    in its name.
+    """
     offset = share.offset + sum(origin.index[axis] * step for axis, _, step in share.axes if axis in origin.index)
     return Share(offset, tuple(axis for axis in share.axes if axis[0] not in origin.index))
 

@@ -311,8 +311,8 @@ class Survey:
 
 
 def _rounding_of(side: Checkpoint, name: str) -> Rounding | None:
-    """Return an object that measures steps between a tensor's codes; None unless decoding is the only change to the
-    tensor.
+    """Return an object that measures differences in steps between a tensor's codes; None if the tensor was not made by
+    decoding one encoded tensor of the same shape.
     """
     from transaxle.engine.views.decoded import Decoder
 

@@ -33,7 +33,7 @@ MODELOPT_CONFIG = "hf_quant_config.json"
 """File in which older ModelOpt exports describe their quantization; newer exports use config.json."""
 
 NESTED = ("text_config", "llm_config", "language_config")
-"""Keys of multimodal configs under which the language model's config, with its quantization section, may be."""
+"""Keys of multimodal configs whose value may be the language model's config, with a quantization section."""
 OLD_SECTION = "compression_config"
 """Config key of the quantization section in early versions of compressed-tensors."""
 MODELOPT_SECTION, _PRODUCER = "quantization", "producer"
