@@ -29,6 +29,7 @@ ARGS = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query
         "ffn_hidden_size": 20, "num_experts": 3, "moe_ffn_hidden_size": 12, "moe_layer_freq": [1, 0], "vocab_size": 50,
         "untie_embeddings_and_output_weights": True, "consumed_train_samples": 56}  # fmt: skip
 Tensors = dict[str, torch.Tensor]
+GATE = "module.decoder.layers.1.mlp.linear_fc1.weight"
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,10 @@ def _state(held: Tensors) -> dict[str, Any]:
         states = {"step": torch.tensor(7.0), "exp_avg": value * 2, "exp_avg_sq": value * value}
         model |= {f"module.{key}": part for key, part in _halves(name, value).items()}
         optimizer |= {f"module.module.module.{key}": part for key, part in _halves(name, states).items()}
+    settings = {f"module.module.module.{name}": {"lr": 1e-3, "betas": (0.9, 0.95)} for name in held}
     return {
         "model": model,
-        "optimizer": {"state": optimizer, "param_to_group_meta": {name: {"lr": 1e-3} for name in optimizer}},
+        "optimizer": {"state": optimizer, "param_to_group_meta": settings},
         "args": argparse.Namespace(**ARGS),
         "iteration": 7,
         "checkpoint_version": 3.0,
@@ -109,7 +111,20 @@ def test_the_run_is_told(run: Path) -> None:
         told = checkpoint.metadata["megatron"]
         assert (told["iteration"], told["counters"]) == (7, {"consumed_train_samples": 56})
         assert told["opt_param_scheduler"] == {"max_lr": 1e-3, "lr_decay_style": "cosine"}
-        assert "optimizer.param_to_group_meta" in checkpoint.metadata["left_behind"]
+        assert "optimizer.param_to_group_meta" not in checkpoint.metadata["left_behind"]
+        (group,) = checkpoint.metadata["param_groups"]
+        assert (group["lr"], group["betas"]) == (1e-3, (0.9, 0.95))
+        trained = {name.removeprefix("optim/").rpartition("/")[0] for name in checkpoint if name.startswith("optim/")}
+        assert set(group["params"]) == trained
+
+
+def test_a_parameter_without_settings_is_refused_with_its_state(held: Tensors, tmp_path: Path) -> None:
+    state = _state(held)
+    del state["optimizer"]["param_to_group_meta"][f"module.module.{GATE}"]
+    _write(tmp_path / "run", state)
+    with pytest.raises(Refused, match=r"(?s)INCOMPLETE.*decoder.layers.1.mlp.linear_fc1.weight.*no settings"):
+        tx.convert(tmp_path / "run", tmp_path / "out", to="hf", optimizer=True)
+    tx.convert(tmp_path / "run", tmp_path / "out", to="hf", optimizer=False)
 
 
 def test_the_iteration_itself_has_megatrons_names_too(run: Path, tmp_path: Path) -> None:
@@ -119,9 +134,6 @@ def test_the_iteration_itself_has_megatrons_names_too(run: Path, tmp_path: Path)
     with tx.open(tmp_path / "alone") as checkpoint:
         assert checkpoint.format == "dcp"
         assert any(name.endswith("linear_fc1.weight_w") for name in checkpoint)
-
-
-GATE = "module.decoder.layers.1.mlp.linear_fc1.weight"
 
 
 def test_halves_that_do_not_fit_are_refused(held: Tensors, tmp_path: Path) -> None:

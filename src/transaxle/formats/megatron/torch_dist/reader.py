@@ -21,10 +21,11 @@ Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`) are DCP folders with
 
     model.module.decoder.layers.0.mlp.linear_fc1.weight_w        gate of a gated MLP; _v is up
     optimizer.state.module.module.module.decoder.….exp_avg       the parameter before the state
+    optimizer.param_to_group_meta.module.module.module.….lr      a setting of the parameter's group, such as the step
     args, iteration, opt_param_scheduler.max_lr, …               pickled, each an item of its own
 
 In checkpoints of Megatron-FSDP, layers and experts have the numbers of the whole model, and the weights are the
-optimizer's full-precision weights.
+optimizer's full-precision weights. The parameter groups are those of parameters whose settings are all equal.
 """
 
 from __future__ import annotations
@@ -92,16 +93,21 @@ from transaxle.formats.training_state import (
     KeyPath,
     Leaf,
     ParamGroup,
+    groups_of_equal_settings,
     join_path,
+    settings_of,
     single,
     with_full_precision,
 )
 
 _MODEL = "model.module."
 _FSDP_STATE = re.compile(r"optimizer\.state\.(?:module\.)+(.+)\.([A-Za-z_][A-Za-z0-9_]*)", re.DOTALL)
+_FSDP_SETTING = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)+(.+)\.([A-Za-z_][A-Za-z0-9_]*)", re.DOTALL)
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
 _GATE, _UP = "w", "v"
 _SETTINGS = "optimizer.param_to_group_meta"
+_STEP_SETTING = "step"
+_NO_SETTINGS = "the folder has no settings for this parameter, though it has the parameter's optimizer state"
 _FACTS = frozenset({"args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far"})
 _SCHEDULER = "opt_param_scheduler"
 
@@ -115,7 +121,8 @@ def fsdp_path(key: str) -> KeyPath:
     """Return the key path of a Megatron-FSDP item, reordered so that the parameter comes before the optimizer state."""
     match = _FSDP_STATE.fullmatch(key)
     if match is not None:
-        return ("optimizer", "state", *match.groups())
+        parameter, state = match.groups()
+        return ("optimizer", "state", parameter, MASTER if state in _MASTERS else state)
     return (key.removeprefix(_MODEL),)
 
 
@@ -131,8 +138,13 @@ def short_key(key: str) -> str:
     return _SETTINGS if key.startswith(f"{_SETTINGS}.") else key
 
 
-def run_of_items(storage: Storage, payloads: Mapping[str, Payload]) -> RunState:
+def run_of_items(storage: Storage, payloads: Mapping[str, Payload], groups: Sequence[ParamGroup]) -> RunState:
     """Return the state of a Megatron-FSDP run; the folder stores the values of this state as separate items.
+
+    Args:
+        storage: storage that reads the checkpoint's files.
+        payloads: key -> byte range of each item of the state.
+        groups: the optimizer's parameter groups.
 
     Raises:
         Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled item is unsafe or malformed.
@@ -142,7 +154,61 @@ def run_of_items(storage: Storage, payloads: Mapping[str, Payload]) -> RunState:
         value = read_saved(storage, *payload, allowed=NAMES).value
         section, _, name = key.rpartition(".")
         (state if not section else state.setdefault(section, {}))[name] = value
+    if groups:
+        state[SETTINGS] = {_LISTED: [settings_of(group) for group in groups]}
     return run_state(state)
+
+
+def groups_of_fsdp(storage: Storage, payloads: Mapping[str, Payload]) -> list[ParamGroup]:
+    """Return the parameter groups of a Megatron-FSDP run; the folder stores every setting of every parameter as a
+    separate item.
+
+    Args:
+        storage: storage that reads the checkpoint's files.
+        payloads: key -> byte range of each item with a setting.
+
+    Raises:
+        Refused: with one of the codes UNSAFE_PICKLE or CORRUPT if a pickled item is unsafe or malformed.
+    """
+    settings: dict[str, dict[str, Any]] = {}
+    values: dict[bytes, Any] = {}  # most parameters have the same settings, so each distinct pickle is read only once
+    for key, payload in sorted(payloads.items()):
+        match = _FSDP_SETTING.fullmatch(key)
+        if match is None:
+            continue
+        data = storage.read(payload.file, payload.offset, payload.length)
+        if data not in values:
+            values[data] = plain_data(read_saved(storage, *payload, allowed=NAMES).value)
+        settings.setdefault(match[1], {})[match[2]] = values[data]
+    return groups_of_equal_settings(settings)
+
+
+def with_groups_of_fsdp(container: Container, groups: Sequence[ParamGroup]) -> Container:
+    """Add the parameter groups of a Megatron-FSDP run to an opened checkpoint, and to every parameter the step of its
+    group; a parameter that has optimizer state but is in no group becomes a refusal of the optimizer's state.
+    """
+    parameters = dict.fromkeys(split_slot(name)[0] for name in container.entries if name.startswith(OPTIMIZER))
+    steps = {name: group.get(_STEP_SETTING) for group in groups for name in group[PARAMS]}
+    inline = layer(container.storage, NumbersInMemory)
+    if not groups or not parameters or inline is None:
+        return container
+    problems = [
+        Refusal("INCOMPLETE", _NO_SETTINGS, Where(container.path, name), LEAVE_OUT)
+        for name in parameters
+        if name not in steps
+    ]
+    entries = dict(container.entries)
+    for name in parameters:
+        slot, step = join_slot(name, _STEP_SETTING), steps.get(name)
+        digits = number(step) if isinstance(step, int | float) else None
+        if slot not in entries and digits is not None:
+            entries[slot] = Entry(slot, digits[0], (), (inline.add(digits[1]),))
+    plain_groups = [
+        {key: _torch_value(key, value) for key, value in group.items() if key not in _MEGATRON_SETTINGS}
+        for group in groups
+    ]
+    metadata = {**container.metadata, GROUPS: plain_groups}
+    return replace(container, entries=entries, metadata=metadata, unread=(*container.unread, *problems))
 
 
 def join_gates(container: Container) -> Container:
@@ -441,8 +507,10 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     items = _Items()
     conventions = Conventions(TORCH_DIST.name, items.paths, items.object_leaf, items.select)
     container = restore_shapes(read_folder(files, path, names, conventions), items.shapes, names[0])
+    groups: list[ParamGroup] = []
     if items.is_of_fsdp:
-        container, state = join_gates(container), run_of_items(files, items.facts)
+        groups = groups_of_fsdp(files, items.settings)
+        container, state = join_gates(container), run_of_items(files, items.facts, groups)
     else:
         check_complete(files, has_state=items.common is not None or bool(settings_files(storage, member)))
         container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
@@ -452,11 +520,13 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     unread = {**metadata.pop(LEFT_BEHIND, {}), **unread}
     # the item COMMON is not listed as unread, because `_run_state` has read it
     unread.pop(_without_shard(COMMON), None)
+    if groups:
+        unread.pop(_SETTINGS, None)
     metadata |= {LEFT_BEHIND: unread} if unread else {}
     container = replace(container, metadata=metadata, config=state.config())
     if weights == "fp32":
         container = with_full_precision(container, strict=True)
-    container = with_groups(_with_steps(container, state), state)
+    container = with_groups_of_fsdp(container, groups) if groups else with_groups(_with_steps(container, state), state)
     if isinstance(files, SubFolder):
         container = move_out(container, files.below, NumbersInMemory(files.below))
     return _with_sidecars(container)
@@ -476,6 +546,8 @@ class _Items:
         self.is_of_fsdp = False
         self.facts: dict[str, Payload] = {}
         """Key -> byte range, for the items with the state of a Megatron-FSDP run, such as its arguments."""
+        self.settings: dict[str, Payload] = {}
+        """Key -> byte range, for the items with the settings of a Megatron-FSDP run's parameters."""
         self.shapes: dict[str, Shape] = {}
         """Tensor name -> original shape, for each flattened tensor."""
         self._unread: dict[str, Leaf] = {}
@@ -506,6 +578,8 @@ class _Items:
         if self.is_of_fsdp:
             if is_fact(item.key) and item.payload is not None:
                 self.facts[item.key] = item.payload
+            if item.key.startswith(f"{_SETTINGS}.") and item.payload is not None:
+                self.settings[item.key] = item.payload
             return Leaf((short_key(item.key),), "other", None, "pickled state of Megatron's")
         # The shards of an object (one for each layer, expert and rank) are listed as one value.
         begin, shard, number = item.key.rpartition(_SHARD)
