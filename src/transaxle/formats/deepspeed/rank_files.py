@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from transaxle.axes.geometry import lexicographic_boxes, row_major
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import BITS, Checksum, Entry, Extent, NumbersInMemory, Shape, Twin, number
 from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.auto_experts import AutoExperts, read_auto_experts
 from transaxle.formats.deepspeed.keys import CheckedValue
 from transaxle.formats.deepspeed.spread import Owners, RankBlock, ShardBlock, Spread, owners, whole
 from transaxle.formats.flattened_state import describe
@@ -191,6 +192,8 @@ class RankModel:
     shared: Mapping[str, str]
     """Second name of a shared parameter -> first name of this parameter."""
     checksums: tuple[Checksum, ...] = ()
+    auto: AutoExperts = field(default_factory=AutoExperts)
+    """The mixtures of experts that AutoEP replaced in the module; empty if the run did not use AutoEP."""
 
 
 @dataclass(slots=True)
@@ -360,28 +363,33 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
     saved = read_saved(inline, file)
     root = CheckedValue(saved.value, file)
     reader = TensorReader(inline, file)
-    if any(root.get(key) is not None for key in keys.EXPERT_LAYERS):
-        raise refuse(
-            "UNSUPPORTED",
-            "its experts are cut over expert-parallel ranks (AutoEP), which cannot be read yet",
-            file=file,
-        )
     shapes = root.get(keys.PARAM_SHAPES)
     module = root.get(keys.MODULE)
     frozen, fragments = root.get(keys.FROZEN_SHAPES), root.get(keys.FROZEN_FRAGMENTS)
     shared = root.get(keys.SHARED)
     names = root.get(keys.BUFFER_NAMES)
+    module_tensors = {} if module is None else dict(_tensors(reader, module))
+    auto = read_auto_experts(root, module_tensors)
     return RankModel(
         file,
         root,
         tuple(_shapes(group) for group in _shapes_by_group(shapes)),
-        {} if frozen is None else _shapes(frozen),
-        {} if fragments is None else dict(_tensors(reader, fragments)),
-        {} if module is None else dict(_tensors(reader, module)),
+        {} if frozen is None else _without_experts(_shapes(frozen), auto),
+        {} if fragments is None else _without_experts(dict(_tensors(reader, fragments)), auto),
+        module_tensors,
         frozenset() if names is None else frozenset(names.texts()),
         {} if shared is None else dict(_alias_pairs(shared)),
         saved.checksums,
+        auto,
     )
+
+
+_Value = TypeVar("_Value")
+
+
+def _without_experts(values: dict[str, _Value], auto: AutoExperts) -> dict[str, _Value]:
+    """Return values by name, except those of this rank's experts, whose values for all ranks are in other files."""
+    return {name: value for name, value in values.items() if auto.mixture_of(name) is None}
 
 
 def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry], tuple[Checksum, ...]]:

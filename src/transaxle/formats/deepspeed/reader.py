@@ -29,6 +29,7 @@ from transaxle.axes.geometry import row_major
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import Checksum, Container, Entry, Extent, NumbersInMemory, Twin, numpy_dtype
 from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.auto_experts import AutoExperts
 from transaxle.formats.deepspeed.files import ModelRank as Rank
 from transaxle.formats.deepspeed.files import RankFiles, sort_files
 from transaxle.formats.deepspeed.hints import hints_entry, hints_of
@@ -62,7 +63,7 @@ from transaxle.formats.deepspeed.universal_record import UniversalInfo
 from transaxle.formats.flattened_state import flatten
 from transaxle.formats.registry import HERE, sort_sidecars
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.saved import find_copies
+from transaxle.formats.torch_file.saved import find_copies, read_saved
 from transaxle.formats.training_state import LEFT_BEHIND, OPTIMIZER, RUN, Leaf, ParamGroup, arrange, join_path
 
 _LARGEST = 64 << 20
@@ -253,7 +254,10 @@ def open_deepspeed(
     if faults:
         raise faults.error()
     _add_aliases(catalog, models)
-    left_behind = _add_numbered(catalog, models, states, inline, files)
+    _restore_module(catalog, models[0][0].auto, path, faults)
+    if faults:
+        raise faults.error()
+    left_behind = _add_numbered(catalog, models, states, inline, files, prefix)
     entries = _entries(catalog, inline, weights, files)
     size = {f"{prefix}{name}": storage.size(f"{prefix}{name}") for name in files.all}
     sidecars = sort_sidecars(storage, size)
@@ -554,6 +558,23 @@ def _add_aliases(catalog: _Assembly, models: _Models) -> None:
                             entries[alias] = entries[name]
 
 
+def _restore_module(catalog: _Assembly, auto: AutoExperts, path: str, faults: Faults) -> None:
+    """Give the collected tensors the names and shapes that the module had before AutoEP replaced parts of it."""
+    if not auto.mixtures:
+        return
+    catalog.twins.extend(auto.second_routers(catalog.low))
+    catalog.weights = auto.restore(catalog.weights, path, faults)
+    catalog.low = auto.restore(catalog.low, path, faults)
+    by_state: dict[str, dict[str, Entry]] = {}
+    for parameter, states in catalog.states.items():
+        for state, entry in states.items():
+            by_state.setdefault(state, {})[parameter] = entry
+    catalog.states = {}
+    for state, entries in by_state.items():
+        for parameter, entry in auto.restore(entries, path, faults).items():
+            catalog.states.setdefault(parameter, {})[state] = entry
+
+
 def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, files: RankFiles) -> dict[str, Entry]:
     if weights == "lp" and files.zero3:
         raise refuse("UNSUPPORTED", _NO_LOW_PRECISION, file=inline.path, hint="Leave out --weights lp.")
@@ -578,14 +599,16 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
 
 
 def _add_numbered(
-    catalog: _Assembly, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles
+    catalog: _Assembly, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles, prefix: str
 ) -> dict[str, str]:
     """Add the optimizer state of a run without ZeRO; return path -> description of each unread value.
 
     Each model-parallel rank numbers its parameters separately from the other ranks. With several model-parallel ranks
     it is therefore unknown which shards belong to one parameter, and no optimizer state is read.
     """
-    left_behind = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
+    # With ZeRO, these files contain no state: it is in the optimizer files of data-parallel ranks.
+    numbered = [name for name in files.numbered if not states or _has_state(inline, f"{prefix}{name}")]
+    left_behind = dict.fromkeys(numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
     if states or models[0][0].root.get(keys.OPTIMIZER) is None:
         return left_behind
     if len(models) > 1 or files.numbered:
@@ -594,6 +617,11 @@ def _add_numbered(
     catalog.numbered |= entries
     catalog.groups.extend(groups)
     return {**left_behind, **unread_leaves}
+
+
+def _has_state(inline: NumbersInMemory, file: str) -> bool:
+    """Return whether the optimizer file of an expert-parallel rank contains optimizer state."""
+    return CheckedValue(read_saved(inline, file).value, file).get(keys.OPTIMIZER) is not None
 
 
 def _metadata(
@@ -619,9 +647,11 @@ def _metadata(
     }
     if states_by_rank:
         facts[keys.ZERO_STAGE] = states_by_rank[0][0].stage
-        metadata[keys.GROUPS] = state_groups(
+        groups = state_groups(
             states_by_rank, [_with_all_experts(models[rank][0], states[rank]) for rank in sorted(states)]
         )
+        auto = firsts[0].auto
+        metadata[keys.GROUPS] = [{**group, keys.PARAMS: auto.names_before(group[keys.PARAMS])} for group in groups]
     if catalog.groups:
         metadata[keys.GROUPS] = catalog.groups
     if catalog.ties:

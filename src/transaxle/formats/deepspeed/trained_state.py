@@ -80,8 +80,10 @@ class ExpertShares:
             )
             raise refuse("CORRUPT", message, file=self._states[0].file)
         for name in self._model.shapes[group]:
-            if _split_name(name)[1] is None:
-                message = f"it is cut over {sharing} of {total} ranks, but is not an expert of DeepSpeed's MoE layer"
+            if _split_name(name)[1] is None and self._model.auto.mixture_of(name) is None:
+                message = (
+                    f"it is cut over {sharing} of {total} ranks, but is no expert of DeepSpeed's MoE layers or AutoEP"
+                )
                 raise refuse("UNSUPPORTED", message, file=self._model.file, tensor=name)
         # Number of expert-parallel ranks; `sharing` data-parallel ranks have the same experts.
         ranks = total // sharing
@@ -91,23 +93,31 @@ class ExpertShares:
             return [self._states[rank::ranks] for rank in range(ranks)]
         return [self._states[rank * sharing : (rank + 1) * sharing] for rank in range(ranks)]
 
-    def name(self, name: str, rank: int) -> str:
-        """Return a parameter's name in the whole model, in which experts have the whole model's numbers.
+    def parts(self, name: str, shape: Shape, rank: int) -> Iterator[tuple[str, Shape]]:
+        """Yield the parts of a parameter, in order: name in the whole model, in which experts have the whole model's
+        numbers, and shape. Only AutoEP's parameters of several experts have more than one part.
 
         Args:
             name: the parameter's name on the expert-parallel rank.
+            shape: the parameter's shape on the rank.
             rank: the expert-parallel rank.
         """
         head, number, tail = _split_name(name)
-        return name if number is None else f"{head}{number + rank * self._local[head]}{tail}"
+        if number is not None:
+            yield f"{head}{number + rank * self._local[head]}{tail}", shape
+        elif self._model.auto.mixture_of(name) is not None:
+            yield from self._model.auto.parts(name, shape, rank, self._model.file)
+        else:
+            yield name, shape
 
     def with_all_experts(self) -> RankModel:
         """Return the contents of the model file, with the expert parameters of all ranks added to the groups."""
         shapes = tuple(
             {
-                self.name(name, rank): shape
+                part: part_shape
                 for rank in range(len(self.of(group)))
                 for name, shape in shapes_of_group.items()
+                for part, part_shape in self.parts(name, shape, rank)
             }
             for group, shapes_of_group in enumerate(self._model.shapes)
         )
@@ -269,7 +279,19 @@ def _flat_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bo
                 sharing, group, shapes, buffers[keys.FP32], round_robin=round_robin
             ):
                 _check_inside(place, intervals, buffers, sharing)
-                yield group, shares.name(place.name, rank), place.shape, intervals, buffers
+                begin = 0
+                for name, shape in shares.parts(place.name, place.shape, rank):
+                    end = begin + prod(shape)
+                    yield group, name, shape, list(_intervals_inside(intervals, begin, end)), buffers
+                    begin = end
+
+
+def _intervals_inside(intervals: Sequence[FlatInterval], begin: int, end: int) -> Iterator[FlatInterval]:
+    """Yield the intervals of a part of a parameter, which counts its elements from the part's beginning."""
+    for run in intervals:
+        start, stop = max(run.start, begin), min(run.stop, end)
+        if start < stop:
+            yield FlatInterval(start - begin, stop - begin, run.part, run.at + start - run.start)
 
 
 def _is_round_robin(model: RankModel) -> bool:
