@@ -22,6 +22,7 @@ from tests import checkpoints
 from tests.engine import quantized
 from tests.formats.deepspeed import made
 from tests.formats.megatron.legacy import run as ranks
+from tests.formats.ranks import made as rank_files
 from transaxle.formats.registry import MANIFEST
 
 _LLAMA = {"d": 64, "f": 128, "g": 2, "r": 2, "head": 32, "layers": 2}
@@ -114,6 +115,28 @@ def _ranks(**of_run: Any) -> Callable[[Path], object]:
     return make
 
 
+def _rank_files(folder: Path) -> None:
+    """A Llama on a mesh of two by two ranks, each of which has saved its own files, as verl names them."""
+    held, config = quantized.plain_llama(**_LLAMA)
+    whole = _torch(held)
+    states: list[dict[str, Any]] = []
+    optimizers: list[dict[str, Any]] = []
+    for rank in range(4):
+        mesh = rank_files.mesh(rank, {"ddp": 2, "fsdp": 2})
+        states.append({name: rank_files.dtensor(tensor, mesh, ["R", "S0"]) for name, tensor in whole.items()})
+        moments = {name: rank_files.dtensor(tensor.float(), mesh, ["R", "S0"]) for name, tensor in whole.items()}
+        of_names = {name: {"exp_avg": value, "step": torch.tensor(3.0)} for name, value in moments.items()}
+        optimizers.append({"state": of_names, "param_groups": [{"lr": 0.5, "params": list(whole)}]})
+    rank_files.write_all(folder, states)
+    rank_files.write_all(folder, optimizers, "optim")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _missing_rank(folder: Path) -> None:
+    _rank_files(folder)
+    (folder / "model_world_size_4_rank_2.pt").unlink()
+
+
 def _adapter(folder: Path) -> None:
     """A LoRA of all projections of attention of `llama`, as peft stores it."""
     folder.mkdir()
@@ -176,6 +199,8 @@ SOURCES: Mapping[str, Callable[[Path], object]] = MappingProxyType(
         "torch_dist": _torch_dist,
         "ranks": _ranks(tp=2, pp=2),
         "ranks_moe": _ranks(ep=2, optimizer="flat", sparse=(1, 3)),
+        "rank_files": _rank_files,
+        "missing_rank": _missing_rank,
         "bin": _pt,
         "llama.pt": _file,
         "unknown": _unknown,

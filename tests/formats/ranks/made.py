@@ -188,7 +188,7 @@ def placement(text: str, form: str = "2.13") -> Any:
 def dtensor(
     whole: torch.Tensor,
     device_mesh: Any,
-    placements: Sequence[str],
+    kinds: Sequence[str],
     local: torch.Tensor | None = None,
     form: str = "2.13",
     **changed: Any,
@@ -198,7 +198,7 @@ def dtensor(
     Args:
         whole: the whole tensor.
         device_mesh: the mesh.
-        placements: one for each mesh dim, see `placement`.
+        kinds: one placement for each mesh dim, see `placement`.
         local: the rank's part, if it is not what `torch.chunk` gives.
         form: release of torch.
         changed: attributes that replace those of the specification.
@@ -206,26 +206,27 @@ def dtensor(
     if local is None:
         sizes, coordinate = _sizes(device_mesh), device_mesh._coordinate_on_dim
         local = whole
-        for text, size, index in zip(placements, sizes, coordinate, strict=True):
+        for text, size, index in zip(kinds, sizes, coordinate, strict=True):
             if text[0] == "S":
                 dim = int(text[1:])
                 chunks = local.chunk(size, dim)
                 local = chunks[index] if index < len(chunks) else local.narrow(dim, 0, 0)
+        local = local.clone()
     meta = OldMeta if form == "2.4" else TensorMeta
     attributes: dict[str, Any] = {
         "mesh": device_mesh,
-        "placements": tuple(placement(text, form) for text in placements),
+        "placements": tuple(placement(text, form) for text in kinds),
         "tensor_meta": meta(whole.shape, whole.stride(), whole.dtype),
         "_hash": 5,
     }
     if form in ("2.10", "2.12", "2.13"):
-        dims = dict.fromkeys(int(text[1:]) for text in placements if text[0] == "S")
+        dims = dict.fromkeys(int(text[1:]) for text in kinds if text[0] == "S")
         attributes["shard_order"] = tuple(
-            ShardOrderEntry(dim, tuple(at for at, text in enumerate(placements) if text == f"S{dim}")) for dim in dims
+            ShardOrderEntry(dim, tuple(at for at, text in enumerate(kinds) if text == f"S{dim}")) for dim in dims
         )
     spec = (OldSpec if form == "2.4" else DTensorSpec)(**{**attributes, **changed})
     cls = OldDTensor if form == "2.4" else DTensor
-    return cls(state=(None, {"_local_tensor": local.clone(), "_spec": spec}))
+    return cls(state=(None, {"_local_tensor": local, "_spec": spec}))
 
 
 def _sizes(device_mesh: Any) -> Sequence[int]:

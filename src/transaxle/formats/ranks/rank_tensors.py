@@ -316,10 +316,11 @@ def _cuts(spec: Mapping[str, Any], mesh: Mesh, dims: int) -> tuple[Cut, ...]:
 
 def _in_order(cuts: Sequence[Cut], shard_order: object) -> list[Cut]:
     """Return cuts in the order that the pickle records; if the pickle records none, the first mesh dim cuts first."""
-    order: list[tuple[object, int]] = []
+    order: list[tuple[int | None, int]] = []
     for item in shard_order if isinstance(shard_order, list | tuple) else ():
         entry = _object(item, "shard_order").args
-        if len(entry) != 2 or not isinstance(entry[1], list | tuple) or len(entry[1]) > len(cuts):
+        is_entry = len(entry) == 2 and type(entry[0]) is int and isinstance(entry[1], list | tuple)
+        if not is_entry or len(entry[1]) > len(cuts):
             raise ViewFault("CORRUPT", "its shard order is malformed")
         order += [(entry[0], number) for number in entry[1] if type(number) is int]
         if len(order) > len(cuts):

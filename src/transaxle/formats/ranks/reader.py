@@ -20,11 +20,22 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.lib.stride_tricks import as_strided
 
 from transaxle.axes.geometry import row_major
 from transaxle.errors import Faults, TransaxleError, refuse
-from transaxle.formats.catalog import Container, Entry, Extent, NumbersInMemory, Shape, Twin, number, numpy_dtype
+from transaxle.formats.catalog import (
+    Checksum,
+    Container,
+    Entry,
+    Extent,
+    NumbersInMemory,
+    Shape,
+    Twin,
+    number,
+    numpy_dtype,
+)
 from transaxle.formats.dcp.chunk_tiling import check_tiling
 from transaxle.formats.deepspeed.rank_files import RankShard, block_extents
 from transaxle.formats.deepspeed.spread import ShardBlock
@@ -34,7 +45,7 @@ from transaxle.formats.ranks.names import ALL_FILES, GATHER, ONE_SAVE, names_lik
 from transaxle.formats.ranks.rank_tensors import MAX_RANKS, RankTensor, RankTensorReader
 from transaxle.formats.registry import RANKS, sort_sidecars
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.saved import Saved, ViewFault, place, read_saved
+from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
 from transaxle.formats.training_state import (
     GROUPS,
     LEFT_BEHIND,
@@ -76,7 +87,8 @@ class _RankFile:
     tensors: Mapping[str, RankTensor]
     """Tensors and numbers by name, in the order in which they were saved."""
     state: State
-    saved: Saved
+    """Parameter groups and training state of the file; its leaves are left out, since `tensors` has them."""
+    checksums: tuple[Checksum, ...]
 
 
 def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = None) -> Container:
@@ -124,7 +136,7 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
         merged.metadata,
         sidecars.carried,
         sidecars.ignored,
-        tuple(checksum for each in contents for checksum in each.saved.checksums),
+        tuple(checksum for each in contents for checksum in each.checksums),
         tuple(merged.twins),
         training=tuple(merged.training),
         paths=contents[0].state.paths,
@@ -159,7 +171,7 @@ def _read_file(inline: NumbersInMemory, reader: RankTensorReader) -> _RankFile:
             break
     if faults:
         raise faults.error()
-    return _RankFile(reader.rank, file, tensors, state, saved)
+    return _RankFile(reader.rank, file, tensors, replace(state, leaves={}), saved.checksums)
 
 
 def _whole_number(name: str, value: Any, inline: NumbersInMemory) -> RankTensor:
