@@ -258,6 +258,28 @@ def test_the_steps_of_a_job_array(ck: Path, here: Path, transaxle: Transaxle) ->
     assert transaxle("work", "PLAN", "--begin").code == USAGE, "the target exists"
 
 
+@pytest.mark.parametrize("above", [False, True], ids=["own config", "config of the run"])
+def test_workers_read_the_step_that_was_planned(ck: Path, here: Path, transaxle: Transaxle, *, above: bool) -> None:
+    """A later step in the run's folder is not read instead; where the folder is searched again, it is refused."""
+    assert transaxle("convert", ck, "wanted", *PLAN[3:]).code == 0
+    step = here / "run" / "checkpoints" / "checkpoint_1"
+    shutil.copytree(ck, step)
+    if above:
+        shutil.move(step / "config.json", here / "run" / "config.json")
+    planned = transaxle("plan", "run", "out", *PLAN[3:], "--items", "3", "--write", "PLAN")
+    assert "note: the source is run/checkpoints/checkpoint_1, which was found in the folder" in planned.out
+    for asked in (("--begin",), ("--items", "0")):
+        assert transaxle("work", "PLAN", *asked).code == 0
+    shutil.copytree(step, step.with_name("checkpoint_2"))
+    code, refusal = (USAGE, "checkpoint_2, checkpoints/checkpoint_1") if above else (0, "")
+    transaxle("work", "PLAN", "--items", "1-2").expect(code, err=refusal)
+    shutil.rmtree(step.with_name("checkpoint_2"))
+    assert not above or transaxle("work", "PLAN", "--items", "1-2").code == 0
+    assert transaxle("work", "PLAN", "--commit").code == 0
+    assert transaxle("verify", "wanted", "out").code == 0
+    assert (here / "out" / "config.json").read_bytes() == (here / "wanted" / "config.json").read_bytes()
+
+
 def test_a_stored_plan_is_executed(ck: Path, here: Path, transaxle: Transaxle) -> None:
     """A table and a config of one's own are in the plan: their files may be gone."""
     config = here / "config.json"

@@ -10,7 +10,7 @@ import torch
 
 import transaxle as tx
 from tests.journeys import trained_models as models
-from tests.journeys.fsdp_on_cpus import launched
+from tests.journeys.fsdp_on_cpus import check_training_state, launched, whole_training_state
 from tests.journeys.record import Journey
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
@@ -84,3 +84,36 @@ def test_save_state(journey: Journey, model_type: str, saved: str, tmp_path: Pat
         found = run(world, _resume, str(tmp_path), saved, str(there))[0]
         assert models.unmoved(step, found) == list(step)
         journey.passed("resume")
+
+
+def _train_in_project(rank: int, world: int, folder: str, version: int) -> tuple[models.Tensors, models.Tensors]:
+    """Train, and save into the project's folder; return whole copies of the weights and of the optimizer's state."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import ProjectConfiguration
+
+    out = Path(folder)
+    project = ProjectConfiguration(str(out / "project"), automatic_checkpoint_naming=True)
+    with quiet(), launched(rank, world):
+        model = models.loaded(out / "hub")
+        layers = type(model.model.layers[0]).__name__
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version, state_dict_type=SHARDED, use_orig_params=True if version == 1 else None,
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=[layers],
+        )  # fmt: skip
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, project_config=project)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=models.LR))
+        for _ in range(models.STEPS):
+            _step(accelerator, model, optimizer)
+        accelerator.save_state()
+        return whole_training_state(model, optimizer.optimizer)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_a_sharded_project_as_it_lies(journey: Journey, model_type: str, version: int, tmp_path: Path) -> None:
+    """Given the project's folder, `checkpoints/checkpoint_0` is opened; FSDP1 and FSDP2 save other tensors there."""
+    hub = models.hub_folder(model_type, tmp_path / "hub")
+    weights, state = run(2, _train_in_project, str(tmp_path), version)[0]
+    project = tmp_path / "project"
+    journey.passed("load", "train", "save")
+    check_training_state(journey, project, "checkpoints/checkpoint_0", (weights, state), hub, tmp_path)

@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.journeys import trained_models as models
+from tests.journeys.fsdp_on_cpus import check_training_state, fsdp1_on_cpus, whole_training_state
 from tests.journeys.record import Journey
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
@@ -54,6 +56,13 @@ def _module(hub: Path) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=models.LR)
 
     return Module()
+
+
+def _plain_module(hub: Path) -> Any:
+    """A module whose strategy shards it."""
+    module = _module(hub)
+    module.configure_model = lambda: None
+    return module
 
 
 def _fitted(world: int, out: Path, steps: int, module: Any, resume: str = "") -> Any:
@@ -120,3 +129,39 @@ def test_default_checkpoints(journey: Journey, model_type: str, world: int, tmp_
         assert models.unmoved(own, found) == list(own)
         journey.passed("resume")
     models.carried(journey, checkpoint, tmp_path / "live", tmp_path / "with-optimizer", config=hub / "config.json")
+
+
+def _train_fsdp1(rank: int, world: int, folder: str) -> tuple[models.Tensors, models.Tensors]:
+    """Train under FSDPStrategy, which Lightning permits on GPUs only; return whole weights and optimizer state."""
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.loggers import CSVLogger
+    from pytorch_lightning.strategies import FSDPStrategy
+    from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    out = Path(folder)
+    on_gpus = patch.object(_AcceleratorConnector, "_check_strategy_and_fallback")
+    with quiet(), warnings.catch_warnings(), on_gpus, fsdp1_on_cpus():
+        warnings.simplefilter("ignore")
+        _join(rank, world)
+        module = _plain_module(out / "hub")
+        layer = type(module.model.model.layers[0])
+        trainer = Trainer(
+            accelerator="cpu", devices=world, max_steps=models.STEPS, logger=CSVLogger(out / RUN),
+            strategy=FSDPStrategy(state_dict_type="sharded", auto_wrap_policy={layer}, process_group_backend="gloo"),
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module)
+        return whole_training_state(trainer.strategy.model, trainer.optimizers[0])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_a_sharded_run_as_it_lies(journey: Journey, model_type: str, tmp_path: Path) -> None:
+    """Given the folder of the run, the DCP folder `epoch=….ckpt` in it is opened, whose `meta.pt` has the progress."""
+    hub = models.hub_folder(model_type, tmp_path / "hub")
+    truth = run(2, _train_fsdp1, str(tmp_path))[0]
+    journey.passed("load", "train", "save")
+    (checkpoint,) = (tmp_path / RUN).rglob("*.ckpt")
+    assert {file.name for file in checkpoint.iterdir()} >= {".metadata", "meta.pt"}
+    inner = str(checkpoint.relative_to(tmp_path / RUN))
+    assert inner.startswith("lightning_logs/version_0/checkpoints/epoch=")
+    check_training_state(journey, tmp_path / RUN, inner, truth, hub, tmp_path, attribute="model.")

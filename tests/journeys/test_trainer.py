@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.journeys import trained_models as models
-from tests.journeys.fsdp_on_cpus import launched
+from tests.journeys.fsdp_on_cpus import check_training_state, launched, whole_training_state
 from tests.journeys.record import Journey
 from tests.live.ranks import run
 from tests.oracles.quiet import quiet
@@ -188,6 +189,8 @@ def test_fsdp2(journey: Journey, model_type: str, saved: str, tmp_path: Path) ->
     assert all((checkpoint / each).exists() == (saved == SHARDED) for each in OWN_FOLDERS)
     models.returns_to_the_hub(journey, tmp_path, values, wanted, checkpoint)
     config = hub / "config.json"
+    with tx.open(tmp_path / "run") as outer:  # of which it is the only checkpoint
+        assert (outer.path, outer.container.inside) == (str(checkpoint), CHECKPOINT)
     if saved == SHARDED:  # its weights alone are a checkpoint as well
         tx.convert(checkpoint / OWN_FOLDERS[0], tmp_path / "weights", to="hf", config=config, sync=False)
         journey.passed("back")
@@ -201,3 +204,26 @@ def test_fsdp2(journey: Journey, model_type: str, saved: str, tmp_path: Path) ->
         assert torch.equal(found, wanted)
         assert models.unmoved(step, after) == list(step)
         journey.passed("resume")
+
+
+def _saved_in_run(rank: int, world: int, folder: str, version: int) -> tuple[models.Tensors, models.Tensors]:
+    """Train with sharded saves; return whole copies of the weights and of the optimizer's state."""
+    out = Path(folder)
+    with quiet(), launched(rank, world):
+        model = models.loaded(out / "hub")
+        layer = type(model.model.layers[0]).__name__
+        settings = {"state_dict_type": SHARDED, "version": version, "transformer_layer_cls_to_wrap": [layer]}
+        settings |= {"sync_module_states": False} if version == 1 else {}  # of which accelerate is capable on GPUs only
+        trainer = _trainer(model, out / "run", fsdp=True, fsdp_config=settings)
+        trainer.train()
+        assert isinstance(trainer.model_wrapped, FullyShardedDataParallel) == (version == 1)
+        return whole_training_state(trainer.model_wrapped, trainer.optimizer.optimizer)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_run_as_it_lies(journey: Journey, version: int, tmp_path: Path) -> None:
+    """Given the folder of the run, `checkpoint-3` is opened; FSDP1 and FSDP2 save other tensors there."""
+    hub = models.hub_folder("qwen3_moe", tmp_path / "hub")
+    truth = run(2, _saved_in_run, str(tmp_path), version)[0]
+    journey.passed("load", "train", "save")
+    check_training_state(journey, tmp_path / "run", CHECKPOINT, truth, hub, tmp_path)

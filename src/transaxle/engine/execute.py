@@ -269,7 +269,8 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     adapter = prepared.checkpoint.container.recoding.adapter
     if adapter is not None:
         state = digest((state + state_of(adapter.storage, (*adapter.files, ADAPTER_CONFIG), problems)).encode())
-    plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
+    # a path is typed in several ways, and notes name paths
+    plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source="", notes=()))
     return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(plan_text))
 
 

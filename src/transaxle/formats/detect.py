@@ -65,6 +65,7 @@ from transaxle.formats.storage.storage import (
     parse_json,
     too_long,
 )
+from transaxle.formats.store.service import HUB
 from transaxle.formats.store.staging import as_local_path, storage_at
 from transaxle.formats.training_state import OPTIMIZER
 
@@ -99,10 +100,10 @@ _INNER_NAMES = re.compile(
 )
 """Pattern for the names of folders that trainers make, and that are searched for a checkpoint: folders of steps, of the
 models of reinforcement learning, and of logs."""
-_MODELS = frozenset({"actor", "critic", "policy"})
-"""Names of folders with the models of reinforcement learning, in a step folder of verl or SkyRL."""
-_BESIDE_MODELS = frozenset({"data.pt", "trainer_state.pt"})
-"""Files of verl and SkyRL with other state, in a step folder that contains models."""
+_MODELS = re.compile(r"actor|critic|policy|epoch_\d+")
+"""Pattern for the names of folders with models, in a step folder of verl or SkyRL and in a run folder of torchtune."""
+_BESIDE_MODELS = frozenset({"data.pt", "trainer_state.pt", "recipe_state.pt"})
+"""Files with other state that verl, SkyRL and torchtune write beside such folders."""
 _DEEPEST = 4
 """Maximum depth of a checkpoint that is searched for, as in `lightning_logs/version_0/checkpoints/epoch=0.ckpt`."""
 _MAX_LISTINGS = 60
@@ -251,7 +252,7 @@ def _matches_in(folder: Folder, choices: _Choices) -> list[_Match]:
         model = rank_sets(folder.names, template).model
         return [_Match(RANKS, None, model)] if model else []
     matches = _first_matches(folder, choices.kind)
-    has_models = not _MODELS.isdisjoint(folder.folders)
+    has_models = any(map(_MODELS.fullmatch, folder.folders))
     return [match for match in matches if not (has_models and match.member in _BESIDE_MODELS)]
 
 
@@ -278,8 +279,8 @@ def _open_inner(folder: Folder, choices: _Choices) -> Container:
         message += f"; {unlisted}" if search.unlisted else ""
         raise refuse("AMBIGUOUS", message, file=path, hint=f"Give one of these checkpoints: {path}/{places[0]}")
     folder.storage.close()
-    container = _open_path(f"{choices.searched.rstrip('/')}/{places[0]}", choices._replace(searched=""))
-    return replace(container, inside=places[0])
+    outer = path if _is_hub(path) else choices.searched.rstrip("/")  # the path of a hub names the commit
+    return replace(_open_path(f"{outer}/{places[0]}", choices._replace(searched="")), inside=places[0])
 
 
 class _Search:
@@ -363,6 +364,8 @@ def _with_config_above(container: Container, path: str) -> Container:
     described = container.config or not {CONFIG, ADAPTER_CONFIG}.isdisjoint(container.carried)
     if described or container.storage.single or not has_weights:
         return container
+    if _is_hub(path):
+        path = container.path.removesuffix(f"/{container.inside}" if container.inside else "")  # at the same commit
     for folder in _folders_above(path, container.inside):
         place = f"{folder.rstrip('/')}/{CONFIG}" if is_url(folder) else os.path.join(folder, CONFIG)  # noqa: PTH118
         text = _read_url(place) if is_url(place) else _read_local(place)
@@ -398,11 +401,15 @@ def _folder_above(path: str) -> str:
     above = address.rstrip("/").rpartition("/")[0]
     if start.lower().startswith("http") or "?" in address or "/" not in above:  # a bucket is no folder of a checkpoint
         return ""
-    if start.lower() == "hf":
+    if _is_hub(path):
         from transaxle.formats.store.hub import parse_hub_url
 
         return f"{start}://{above}" if parse_hub_url(path).inside else ""
     return f"{start}://{above}"
+
+
+def _is_hub(path: str) -> bool:
+    return path.lower().startswith(f"{HUB}://")
 
 
 def _read_local(path: str) -> bytes | None:

@@ -357,8 +357,8 @@ _TORCH_FILES = (".bin", ".pt", ".pth")
 _NO_WEIGHTS = (
     r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|recipe_state)(_\d+)?)\.(bin|pt|pth)"
 )
-"""Pattern for the names of files with training state (of transformers' Trainer, accelerate and torchtune) that contain
-no weights."""
+"""Pattern for the names of files with training state (of transformers' Trainer and accelerate) that contain no
+weights."""
 TORCH = Format(
     name="torch",
     title="a torch checkpoint",

@@ -86,6 +86,19 @@ def test_revisions_folders_and_files(hub: Hub, tmp_path: Path) -> None:
         assert there.path == f"hf://{NAME}@{second}"
 
 
+def test_a_step_in_a_repository(hub: Hub, tmp_path: Path) -> None:
+    """It is read at the commit of the repository, and so is the config of the repository."""
+    files = files_of(tiny(tmp_path / "local"))
+    config = files.pop("config.json")
+    steps = {f"checkpoint-500/{name}": data for name, data in files.items()}
+    commit = hub.put(NAME, {**steps, "config.json": config})
+    for given in (f"hf://{NAME}", f"hf://{NAME}/checkpoint-500"):
+        with tx.open(given) as there:
+            assert there.path == f"hf://{NAME}@{commit}/checkpoint-500"
+            assert there.container.config_path == f"hf://{NAME}@{commit}/config.json"
+            assert there.config == json.loads(config)
+
+
 def test_a_list_of_several_pages(hub: Hub, tmp_path: Path) -> None:
     local = tiny(tmp_path / "local", shards=7)
     hub.put(NAME, files_of(local))

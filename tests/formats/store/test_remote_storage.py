@@ -196,6 +196,32 @@ def test_few_requests_and_few_bytes(store: Store, tmp_path: Path, requests: list
     assert len(requests) <= 60
 
 
+def test_a_run_under_a_url(store: Store, tmp_path: Path) -> None:
+    """Its only checkpoint is opened, with the config of the run; with another one it is refused."""
+    local = tiny(tmp_path / "local")
+    config = (local / "config.json").read_bytes()
+    upload(write(tmp_path / "bare", read(local)), store, "run/checkpoints/checkpoint_7")
+    store.put("run/config.json", config)
+    url, inner = f"{store.url}/run", "checkpoints/checkpoint_7"
+    for place, inside in (
+        (url, inner),
+        (f"{url}/", inner),
+        (f"{url}/{inner}", ""),
+        (f"{url}/checkpoints", "checkpoint_7"),
+    ):
+        with tx.open(place) as there:
+            container = there.container
+            assert (there.path, container.inside) == (f"{url}/{inner}", inside)
+            assert container.config_path == ("" if place == f"{url}/{inner}" else f"{url}/config.json")
+    report = tx.convert(url, tmp_path / "out", to="hf")
+    assert report.source == f"{url}/{inner}"
+    assert (tmp_path / "out" / "config.json").read_bytes() == config
+    assert tx.verify(local, tmp_path / "out").ok
+    upload(local, store, "run/checkpoints/checkpoint_12")
+    with refuses("AMBIGUOUS", "checkpoints/checkpoint_12, checkpoints/checkpoint_7"):
+        tx.open(url)
+
+
 @pytest.mark.parametrize("name", ["größe", "模型 1", "a%20b#c", "w[0]*?"])
 def test_odd_names(memory: Memory, bucket: Bucket, tmp_path: Path, name: str) -> None:
     name = f"{name}.safetensors"

@@ -585,7 +585,8 @@ def open_checkpoint(
         container = average_replicas(container)
     checkpoint = Checkpoint(container, user_settings, None, None)
     rules = None if options.get("rules") is None else os.path.abspath(options["rules"])  # noqa: PTH100 - links stay
-    source = f"{source.rstrip('/')}/{container.inside}" if container.inside else source
+    if container.inside and not container.config_path:  # a config above is found from the user's folder only
+        source = f"{source.rstrip('/')}/{container.inside}"
     absolute_path = source if "://" in source else os.path.abspath(source)  # noqa: PTH100 - links stay
     reading = {"decode": decode, "dtype": dtype, "only": only, "skip": skip, "lenient": lenient, "rules": rules}
     reading = {**options, "config": user_settings.config, **reading}
@@ -639,8 +640,6 @@ _LISTED = 6
 _IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
 """Pattern for the beginning of a tensor name, up to and including its layer number."""
-
-
 _COMPUTED = (".inv_freq", ".position_ids")
 """Last name segments of buffers whose values follow from the config; older programs stored such buffers."""
 

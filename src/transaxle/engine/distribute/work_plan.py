@@ -35,7 +35,7 @@ from transaxle.arguments import (
 )
 from transaxle.encodings.value_steps import MEASURED_BY_READING
 from transaxle.engine.carry import PlanPart
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.execute import CheckedPlan, source_files
 from transaxle.engine.plan.conversion import Prepared, make_plan
@@ -257,6 +257,18 @@ def program_version() -> str:
         return ""
 
 
+def _source_for_workers(order: ConversionOrder, checkpoint: Checkpoint) -> str:
+    """Return the path or URL that workers open: the commit of a hub that was planned, even if its branch has a newer
+    one, and the checkpoint that was found in the given folder, even if the folder has a newer one.
+    """
+    container = checkpoint.container
+    inside = f"/{container.inside}" if container.inside else ""
+    if without_commit(checkpoint.path) != checkpoint.path:
+        return checkpoint.path.removesuffix(inside) if container.config_path else checkpoint.path
+    # a config in a folder above is found from the given folder only
+    return order.source if container.config_path or not inside else order.source.rstrip("/") + inside
+
+
 def work_plan(order: ConversionOrder, cleared: CheckedPlan, count: int | None = None, **options: Any) -> WorkPlan:
     """Divide a checked plan into work items.
 
@@ -269,10 +281,7 @@ def work_plan(order: ConversionOrder, cleared: CheckedPlan, count: int | None = 
     Raises:
         TransaxleError: if a file of the source cannot be read.
     """
-    source = cleared.checkpoint.path
-    # workers must read the commit that was planned, even if its branch has a newer commit
-    if without_commit(source) != source:
-        order = msgspec.structs.replace(order, source=source)
+    order = msgspec.structs.replace(order, source=_source_for_workers(order, cleared.checkpoint))
     items = divide(cleared.plan, count, whole_files=is_url(order.target))
     storage = cleared.checkpoint.container.storage
     if isinstance(storage, Overlay):
