@@ -104,8 +104,8 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class Bash(BashComplete):
-    """Completion in bash. The class reads the whole typed line, and offers only the part of a word after the word's
-    first colon.
+    """Completion in bash, which splits words at colons. So the class reads the whole typed line, and completes only the
+    part after the first colon of a word.
     """
 
     source_template = _SOURCE

@@ -61,7 +61,7 @@ class StoredLine:
     layout: Layout
     """Layout of the stored tensors."""
     when: str | None = None
-    """Condition for the tensors to exist; the index in the condition belongs to the first axis in `places`."""
+    """Condition under which the tensors exist; its index counts along the first axis in `places`."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ it.
 
 torch and transformers are imported only in this module, and only when a trace is made.
 
-The search for a tiny config handles sizes that do not fit together: it applies as many changes as the model accepts.
+Tiny configs: the search shrinks as many sizes of the model's config as the model accepts together.
 The search starts with the model's valid config and applies all changes at once. If the model refuses the changes, each
 half of them is applied separately, and so on down to single keys.
 

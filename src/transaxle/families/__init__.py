@@ -214,7 +214,7 @@ class Tables(msgspec.Struct, frozen=True):
     """All shipped tables of mapping rules, parsed and checked."""
 
     families: Mapping[str, tuple[Family, str]]
-    """Family name -> (family, file with its table), in the order of the index."""
+    """Family name -> (family, file with its table), in the order of the index file."""
     blocks: Mapping[str, str]
     """Block name -> file with the block."""
 

@@ -42,7 +42,7 @@ _RANGES_PER_ROUND = 4
 
 @dataclass(frozen=True)
 class Hop:
-    """One parcel (block of bytes) that is sent from one rank to others, with the copies that pack and unpack it."""
+    """One parcel (block of bytes) that one rank sends to others, with the copy operations that pack and unpack it."""
 
     key: int
     """Key of the item (shard of a target tensor) that receives the parcel."""

@@ -108,7 +108,7 @@ class Model:
         return {name: frozenset(indices) for name, indices in layers.items()}
 
     def axes_of(self, tensor: str) -> tuple[str, ...]:
-        """Return the axes of a logical tensor that number layers."""
+        """Return those axes of a logical tensor whose indices are layer numbers."""
         return tuple(axis for axis in self.family.tensors[tensor].axes if axis in self.layer_axes)
 
     def kinds(self, dialect: Dialect) -> dict[str, dict[Index, TensorKind]]:

@@ -159,7 +159,9 @@ class Expressions:
 
     def _read(self, name: str) -> bytes:
         if self._is_ascii and not (name.isascii() and name.isprintable()):
-            raise PatternError(rf"`\w`, `\d` and `\s` are matched in ASCII alone, and the name {name!r} is beyond it")
+            raise PatternError(
+                rf"`\w`, `\d` and `\s` match ASCII characters only, and the name {name!r} has other characters"
+            )
         return _as_bytes(name)
 
     def _search(self, search: Callable[[bytes], Any], text: bytes) -> Any:

@@ -61,9 +61,9 @@ class Settings(msgspec.Struct, frozen=True):
     optimizer: bool | None = None
     """Whether to include optimizer state; None means yes, except when `safetensors:hf` is written."""
     average: bool = False
-    """Whether replicas of a DeepSpeed checkpoint that differ between ranks are replaced by their mean."""
+    """Whether copies of a tensor that differ between the ranks of a DeepSpeed checkpoint are replaced by their mean."""
     ranks: str | None = None
-    """Template for the names of the files of ranks, such as `model_rank{}.pt`; None: verl's names."""
+    """Template for the names of the files of ranks, such as `model_rank{}.pt`; None means verl's names."""
     partial: bool = False
     """Whether the source is deliberately part of a model (of one rank or pipeline stage), so that tensors may be
     missing.

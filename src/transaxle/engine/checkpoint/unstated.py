@@ -63,7 +63,7 @@ class _UnprovedError(Exception):
 def names_by_number(
     weights: Container, state: Container, config: Mapping[str, Any] | None, in_memory: InMemory
 ) -> dict[str, str]:
-    """Return number of an optimizer's parameter, written as `#0` -> the parameter's name.
+    """Return the names of an optimizer's numbered parameters: number, written `#0`, `#1`, … -> name.
 
     torch and transformers are imported only if the weight files do not show the order of the model's parameters.
 

@@ -137,8 +137,8 @@ _STEP_FOLDER = re.compile(rf"{_STEP}\d+")
 
 
 def of_run(folder: Folder) -> tuple[str, ...]:
-    """Return the step folder named in the file `latest`; without this file, all `global_step` folders, or the folder
-    itself.
+    """Return the step folder that the file `latest` names. Without that file, return all `global_step` folders; if
+    there are none, return the given folder itself.
     """
     newest = newest_step(folder, keys.LATEST)
     if newest is not None and not _is_universal(folder, newest):

@@ -55,8 +55,9 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
         storage: storage that reads the checkpoint's files.
         path: the checkpoint's path as the user typed it.
         member: name of the step folder; `HERE` if the path is the step folder itself.
-        weights: which values get the plain parameter names: the optimizer's master weights, or the module's
-            low-precision weights, if the model files contain these as whole tensors.
+        weights: which values are listed under the parameters' own names: the optimizer's master weights, or the
+            model's low-precision weights. The low-precision weights are listed only if the model files contain them as
+            whole tensors.
 
     Raises:
         Refused: with every problem in the files, and codes such as UNSAFE_PICKLE, CORRUPT, INCOMPLETE and UNSUPPORTED.

@@ -257,7 +257,7 @@ class RankTensorReader:
         return ranks
 
     def _charge_ranks(self, count: int) -> None:
-        """Refuse a mesh that is too large, and the meshes of a file that are too large together."""
+        """Refuse a mesh with too many ranks, and a file whose meshes together have too many ranks."""
         self._ranks_left -= count
         if count > MAX_RANKS or self._ranks_left < 0:
             raise ViewFault("CORRUPT", "its device mesh has more ranks than any job")

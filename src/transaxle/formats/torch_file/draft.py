@@ -182,7 +182,7 @@ def settings_to_save(setting: Any, storages: list[int | bytes]) -> object:
 
 
 def lay_out_value(file: str, value: object, storages: Sequence[int | bytes], digests: int | None = None) -> ZipLayout:
-    """Lay out a torch file that contains any value.
+    """Lay out a torch file for an arbitrary value, such as a state dict.
 
     Args:
         file: name of the file, for error messages.

@@ -482,8 +482,8 @@ class AccelerateHooks:
 
         Raises:
             Refused: with code NAME_COLLISION, if hooks of a different model of this accelerator use the same `url`;
-                with code UNSUPPORTED, if `load_state` could not load into the model, because DeepSpeed stores its
-                values or they are offloaded.
+                with code UNSUPPORTED, if `load_state` could not load into the model, because the
+                model's values are stored by DeepSpeed or are offloaded.
         """
         check_loadable(self._model)
         registered = _REGISTERED.setdefault(accelerator, [])

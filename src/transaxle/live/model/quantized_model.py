@@ -93,8 +93,8 @@ def to_hub_convention(
     config: Mapping[str, Any] | None,
     world: World,
 ) -> HubTensors:
-    """Convert the quantized weights of all ranks to a convention for hubs; all ranks must call this if any rank has
-    quantized weights.
+    """Convert the quantized weights of all ranks to the convention in which model hubs store them. All ranks must call
+    this if any rank has quantized weights.
 
     Args:
         tensors: name -> tensor, for this rank's tensors; codes and scales are separate entries.
