@@ -16,8 +16,9 @@ No value is computed: every value of the new factors is copied from an old facto
 **Names and settings**: the names of an adapter's tensors and its file adapter_config.json are written as peft writes
 them.
 
-Modules and parameters are listed by their full paths, which are unambiguous in every model that contains them. If an adapter changes several parameters of one `nn.Module`, peft wraps them one inside another, in that module's
-order; here the order is that of the lines in the dialect's table.
+Modules and parameters are listed by their full paths, which are unambiguous in every model that contains them. If an
+adapter changes several parameters of one `nn.Module`, peft wraps them one inside another, in that module's order; here
+the order is that of the lines in the dialect's table.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _number(state: Sequence[Spec], groups: Sequence[ParamGroup], *, in_order: bo
     Args:
         state: tensors of the optimizer's state.
         groups: parameter groups of the optimizer.
-        in_order: whether the groups list the parameters in the order in which the model registers them.
+        in_order: whether the groups list the parameters in the order in which the optimizer numbers them.
     """
     parameters = dict.fromkeys(_parameter(spec.name) for spec in state)
     listed = [parameter for group in groups for parameter in group[PARAMS]]
