@@ -85,10 +85,11 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                metavar="TEMPLATE", example="model_rank{}.pt"),
     ),
     "Ranks of the target": (
-        Option("tp", "count", "megatron_torch: tensor-parallel ranks; torch_dist: those for which to pad.  "
-               "[default: 1]", metavar="N"),
+        Option("tp", "count", "megatron_torch, vllm_sharded: tensor-parallel ranks; torch_dist: those for which to "
+               "pad.  [default: 1]", metavar="N"),
         Option("pp", "count", "megatron_torch only: pipeline stages.  [default: 1]", metavar="N"),
-        Option("ep", "count", "megatron_torch only: expert-parallel ranks.  [default: 1]", metavar="N"),
+        Option("ep", "count", "megatron_torch: expert-parallel ranks; vllm_sharded: as --tp, if vLLM divides whole "
+               "experts over its ranks.  [default: 1]", metavar="N"),
         Option("dp", "count", "ranks only: FSDP ranks, with files for each.  [default: 1]", metavar="N"),
         Option("device", "text", "ranks only: device of the trainer's mesh.  [default: cuda]", metavar="DEVICE",
                example="cpu"),

@@ -549,9 +549,9 @@ def convert(
         encode: `float8_block`, `mxfp8` or `nvfp4`: the encoding in which the weights of linear layers are written.
         only: patterns of the names of tensors to encode, decode or cast; empty means linear layers with `encode`.
         skip: patterns of the names of tensors to leave unchanged.
-        tp: number of tensor-parallel ranks, for `megatron_torch` (one folder each) and the padding in `torch_dist`.
+        tp: number of tensor-parallel ranks, for `megatron_torch`, `vllm_sharded` and the padding in `torch_dist`.
         pp: number of pipeline stages, for `megatron_torch`.
-        ep: number of expert-parallel ranks, for `megatron_torch`.
+        ep: number of expert-parallel ranks, for `megatron_torch`; `tp` or 1 for `vllm_sharded`.
         dp: number of FSDP ranks, for `ranks`, which has files for each of them.
         device: device type of the mesh of the trainer that loads `ranks`, such as "cpu"; None means "cuda".
         make_vocab_size_divisible_by: pads the vocabulary to multiples of this times `tp`; `megatron_torch`: 128.

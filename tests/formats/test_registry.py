@@ -54,10 +54,10 @@ def test_names_are_those_of_the_records() -> None:
     assert registry.find("gguf") is None
     with pytest.raises(ValueError, match="gguf"):
         registry.get_format("gguf")
-    names = ["torch_dist", "megatron_torch", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "ranks", "torch"]
-    assert [kind.name for kind in every_format()] == names
+    names = ["torch_dist", "megatron_torch", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "vllm_sharded"]
+    assert [kind.name for kind in every_format()] == [*names, "ranks", "torch"]
     assert registry.writable() == (
-        "safetensors", "torch", "ranks", "dcp", "torch_dist", "megatron_torch", "deepspeed-universal",
+        "safetensors", "torch", "ranks", "dcp", "torch_dist", "megatron_torch", "deepspeed-universal", "vllm_sharded",
     )  # fmt: skip
 
 

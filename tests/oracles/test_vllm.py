@@ -10,6 +10,7 @@ import os
 import subprocess
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ from safetensors.torch import load_file
 import transaxle as tx
 from tests.oracles.peer_bytes import Tensors, differing, loaded
 from tests.oracles.vllm_peer.models import MODELS
-from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts
+from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts, state_table
 from transaxle.families import builtin
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 SECONDS = 1200
 MOST_JOBS = 4
-VLLM, HF = "vllm", "hf"
+VLLM, HF, SHARDED = "vllm", "hf", "vllm_sharded"
 BUFFER = "buffer "
 """Stands before the names of stored buffers, of which the dialect has those that the hub has."""
 
@@ -107,6 +108,24 @@ def _part(
     dim, positions = part
     pieces = [value.narrow(dim, start, stop - start) for start, stop in positions[rank]]
     return torch.cat(pieces, dim) if pieces else value.narrow(dim, 0, 0)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("name", "tp", "ep"), DEGREES)
+def test_our_files_have_what_vllm_saves_for_each_rank(name: str, tp: int, ep: int, made: Path, tmp_path: Path) -> None:
+    hub, target = made / name / "hub", tmp_path / SHARDED
+    options: dict[str, Any] = {"to": SHARDED, "tp": tp, "ep": ep, "sync": False, "allow_lossy": True, "verify": True}
+    family = tx.open(hub).family
+    if family in state_table().refused:
+        with pytest.raises(tx.Refused, match=f"names of family {family} in vLLM's files are not known"):
+            tx.convert(hub, target, **options)
+        return
+    tx.convert(hub, target, **options)
+    for rank in range(tp):
+        theirs = load_file(made / name / f"{tp}-{ep}-state-{rank}.safetensors")
+        ours = load_file(target / f"model-rank-{rank}-part-0.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert [key for key, value in theirs.items() if not _equal(ours[key], value, key)] == [], f"rank {rank}"
 
 
 @pytest.mark.oracle

@@ -118,8 +118,9 @@ class Format:
     tensors), `sealed` (whether to leave space for digests in a single file), `nesting` (how the state dict in a single
     file is nested), `stem` (beginning of file names), `config` (the model's config), `cuts` (where tensors of several
     layers or experts are cut into chunks), `degrees` and `parts` (the parallel degrees, and each tensor-parallel rank's
-    shard of a tensor), `fsdp`, `whole`, `in_order` and `training_paths` (the FSDP ranks, which tensors each of them has
-    whole, whether groups are in the optimizer's order, and the key paths of tensors of the training state)."""
+    shard of a tensor), `names` and `ones` (an engine's names of tensors, and of scales that are 1), `fsdp`, `whole`,
+    `in_order` and `training_paths` (the FSDP ranks, which tensors each of them has whole, whether groups are in the
+    optimizer's order, and the key paths of tensors of the training state)."""
     dialects: tuple[str, ...] = ()
     """Names of the dialects (tensor names of one framework) that are tried for writing; the first dialect that the
     model's family has is used. Empty means that tensors keep the names that they have in the source."""
@@ -490,13 +491,7 @@ _STEPS = r"global_step\d+(_universal)?"
 DEEPSPEED = Format(
     name="deepspeed",
     title="a DeepSpeed checkpoint",
-    clues=(
-        Clue(
-            "transaxle.formats.deepspeed.files:of_run",
-            20,
-            hint=rf"{LATEST}|global_step\d+|.*_states\.pt",
-        ),
-    ),
+    clues=(Clue("transaxle.formats.deepspeed.files:of_run", 20, hint=rf"{LATEST}|global_step\d+|.*_states\.pt"),),
     reader="transaxle.formats.deepspeed.reader:open_deepspeed",
     reader_takes=frozenset({"weights", "cutter"}),
     openers=(LATEST, MODEL_END),
@@ -527,7 +522,21 @@ UNIVERSAL = Format(
     inner=DEEPSPEED_ZERO,
 )
 
-FORMATS = (SAFETENSORS, TORCH, RANKS, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED)
+VLLM = "vllm"
+VLLM_FILE = r"model-rank-(?P<rank>\d{1,6})-part-(?P<part>\d{1,6})\.safetensors"
+"""Dialect of vLLM's parameters, and pattern for the name of a file of one of its tensor-parallel ranks."""
+VLLM_SHARDED = Format(
+    name="vllm_sharded",
+    title="a folder of vLLM's sharded state",
+    clues=(Clue(first_of(VLLM_FILE), 45),),
+    reader="transaxle.formats.vllm_sharded:open_sharded",
+    draft="transaxle.formats.vllm_sharded:draft",
+    draft_takes=frozenset({"degrees", "names", "ones", "parts"}),
+    dialects=(VLLM,),
+    files=VLLM_FILE,
+)
+
+FORMATS = (SAFETENSORS, TORCH, RANKS, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED, VLLM_SHARDED)
 """All built-in formats, in the order in which users see them."""
 
 CALLED = {

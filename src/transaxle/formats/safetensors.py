@@ -606,7 +606,7 @@ def draft(
     else:
         sized, names_so_far = [], set[str]()
         for spec in tensors:
-            sized.append((spec, _size(spec, names_so_far, faults)))
+            sized.append((spec, size_of(spec, names_so_far, faults)))
             names_so_far.add(spec.name)
     if faults:
         raise faults.error()
@@ -617,7 +617,7 @@ def draft(
     seal_metadata = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
 
     def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
-        return _lay_out(file, shard, {**(metadata or {}), **next(first_file_metadata, {}), **seal_metadata})
+        return lay_out_file(file, shard, {**(metadata or {}), **next(first_file_metadata, {}), **seal_metadata})
 
     files = lay_out_shards(SAFETENSORS.name, stem, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
     if not sealed:
@@ -635,8 +635,14 @@ def _are_plain(tensors: Sequence[Spec]) -> bool:
     return has_places and len(names) == len(tensors) and METADATA not in names and "".join(names).isascii()
 
 
-def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
-    """Return the size of a tensor in bytes; add a fault for each reason why the tensor cannot be stored."""
+def size_of(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
+    """Return the size of a tensor in bytes; add a fault for each reason why the tensor cannot be stored.
+
+    Args:
+        spec: the tensor.
+        names_so_far: names of the tensors that are stored already.
+        faults: list of faults.
+    """
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name == METADATA:
         faults.add("NAME_COLLISION", "safetensors uses this name for its metadata", None, shown)
@@ -657,8 +663,16 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
         return 0
 
 
-def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> tuple[list[Entry], list[Fragment], int]:
-    """Lay out one file; return its catalog entries, its header as a fragment, and the size of the file in bytes."""
+def lay_out_file(
+    file: str, shard: Iterable[Sized], metadata: Mapping[str, str]
+) -> tuple[list[Entry], list[Fragment], int]:
+    """Lay out one file; return its catalog entries, its header as a fragment, and the size of the file in bytes.
+
+    Args:
+        file: name of the file.
+        shard: the tensors of the file.
+        metadata: strings for the header.
+    """
     items = list(shard)
     names = [spec.name for spec, _ in items]
     by_type: dict[str, list[Sized]] = {}

@@ -379,6 +379,8 @@ def async_save(
     sync: bool = True,
     check_copies: bool = True,
     verify: bool = False,
+    tp: int | None = None,
+    ep: int | None = None,
 ) -> SaveJob:
     """Take a snapshot of the model and save it in the background; all ranks of the group must call this function. The
     arguments are those of `save`.
@@ -400,7 +402,7 @@ def async_save(
     settings_of = partial(
         read_settings, dst, to, optimizer=optimizer is not None, family=family, dialect=dialect, config=config,
         axes=axes, rules=rules, shard_size=shard_size, overwrite=overwrite, sync=sync, check_copies=check_copies,
-        verify=verify,
+        verify=verify, tp=tp, ep=ep,
     )  # fmt: skip
     alive = _alive(world)
     settings, collected = collect(settings_of, state, optimizer, extra, world)

@@ -30,11 +30,13 @@ from transaxle.arguments import (
     EVERYTHING,
     Axes,
     Config,
+    Degrees,
     Overwrite,
     PathLike,
     Size,
     check_flags,
     read_axes,
+    read_degrees,
     read_optional_text,
     read_path,
     read_size,
@@ -410,6 +412,8 @@ class SaveSettings:
     """Axis -> size, for axis sizes that the user gave."""
     rules: str | None
     """Path of a file with the user's own families and dialects."""
+    degrees: Degrees | None = None
+    """Parallel degrees of a target with separate files for each rank."""
 
 
 @dataclass(frozen=True)
@@ -455,6 +459,8 @@ def save(
     sync: bool = True,
     check_copies: bool = True,
     verify: bool = False,
+    tp: int | None = None,
+    ep: int | None = None,
 ) -> SaveReport:
     """Save a model or state dict; all ranks of the group must call this function.
 
@@ -482,6 +488,8 @@ def save(
             copies that differ.
         verify: whether to read the complete checkpoint back on one rank, and compare every byte with the written bytes;
             the report contains the verification.
+        tp: number of tensor-parallel ranks that read the target, if it has files for each (`to="vllm_sharded"`).
+        ep: number of expert-parallel ranks that read the target.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -491,7 +499,7 @@ def save(
     settings_of = partial(
         read_settings, dst, to, optimizer=optimizer is not None, family=family, dialect=dialect, config=config,
         axes=axes, rules=rules, shard_size=shard_size, overwrite=overwrite, sync=sync, check_copies=check_copies,
-        verify=verify,
+        verify=verify, tp=tp, ep=ep,
     )  # fmt: skip
     with clock.stage("plan"):
         settings, collected = collect(settings_of, state, optimizer, extra, world)
@@ -546,6 +554,8 @@ def read_settings(
     sync: bool,
     check_copies: bool,
     verify: bool,
+    tp: int | None = None,
+    ep: int | None = None,
 ) -> SaveSettings:
     """Validate arguments of `save`; `optimizer` states whether an optimizer is given.
 
@@ -568,6 +578,7 @@ def read_settings(
         axes=read_axes(axes),
         rules=None if rules is None else read_path("rules", rules),
         config=model_config(config),
+        degrees=read_degrees({"tp": tp, "ep": ep}),
     )
 
 
@@ -734,15 +745,12 @@ def _plan_files(settings: SaveSettings, state: CollectedState, rank: int) -> Pre
     fsdp = state.fsdp
     memory = replace(memory, in_order=state.in_order, whole=None if fsdp is None else fsdp.whole)
     reading = reading_settings(
-        family=settings.family,
-        dialect=settings.dialect,
-        optimizer=settings.optimizer,
-        axes=settings.axes,
+        family=settings.family, dialect=settings.dialect, optimizer=settings.optimizer, axes=settings.axes,
         rules=settings.rules,
-    )
+    )  # fmt: skip
     checkpoint = Checkpoint(memory, reading, None, None)
-    how: dict[str, Any] = {} if fsdp is None else {"degrees": fsdp.degrees}
-    return make_plan(checkpoint, settings.to, shard_size=settings.shard_size, target=settings.dst, **how)
+    degrees = settings.degrees if settings.degrees is not None or fsdp is None else fsdp.degrees
+    return make_plan(checkpoint, settings.to, shard_size=settings.shard_size, target=settings.dst, degrees=degrees)
 
 
 def _read_back(target: str, world: World) -> Verification:

@@ -4,8 +4,10 @@
 
 writes, for each model, `hub` (what transformers stores of a model whose numbers are counted through), and for each rank
 `TP-EP-RANK.safetensors`: the parameters and stored buffers of vLLM's own model after its own `load_weights`, before
-kernels repack them. The ranks are built one after the other in this process, each under vLLM's own groups with the
-rank and the size of the job that it stands for. `said.json` has what went wrong.
+kernels repack them; and what vLLM's `ShardedStateLoader` saves of that model, `TP-EP-state-RANK.safetensors`, with
+`TP-EP-RANK.json`: each name in the model's state dict -> the name under which it is saved. The ranks are built one
+after the other in this process, each under vLLM's own groups with the rank and the size of the job that it stands for.
+`said.json` has what went wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import distributed as dist
 
 from tests.oracles.vllm_peer.mistral_format import mistral_format
 from tests.oracles.vllm_peer.model import Model
-from tests.oracles.vllm_peer.models import MODELS
+from tests.oracles.vllm_peer.models import MODELS, model_named
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
@@ -291,8 +293,8 @@ def _pad(model: torch.nn.Module) -> None:
                 parameter.data.zero_()
 
 
-def _held(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str) -> Tensors:
-    """What vLLM holds on one rank."""
+def _loaded(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str) -> Any:
+    """The model that vLLM has on one rank."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -327,8 +329,29 @@ def _held(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str) -> 
             parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
         _pad(model)
         DefaultModelLoader(config.load_config).load_weights(model, model_config)
+    return model
+
+
+def _held(model: Any) -> Tensors:
+    """What vLLM holds on one rank."""
     buffers = {f"{BUFFER}{name}": value for name, value in model.named_buffers() if name in model.state_dict()}
     return {name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers.items())}
+
+
+def _save_state(model: Any, folder: Path, degrees: str, rank: int) -> None:
+    """Let vLLM's own loader of files for each rank save the model."""
+    from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
+
+    ShardedStateLoader.save_model(model, str(folder), f"{degrees}-state-{{rank}}.safetensors")
+    saved = load_file(folder / f"{degrees}-state-{rank}.safetensors").keys()
+    state = model.state_dict()
+    first = {_memory(state[name]): name for name in saved}
+    names = {name: first[_memory(value)] for name, value in state.items() if value.numel()}
+    (folder / f"{degrees}-{rank}.json").write_text(json.dumps(names), "utf-8")
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape)
 
 
 def _one(model: Model, folder: Path) -> None:
@@ -337,8 +360,10 @@ def _one(model: Model, folder: Path) -> None:
     read = _published(model, folder / HUB)
     for ranks, sharing in model.degrees:
         for rank in range(ranks):
-            held = _held(read, rank, ranks, experts=sharing > 1, dtype=model.dtype)
-            save_file({n: v.contiguous() for n, v in held.items()}, folder / f"{ranks}-{sharing}-{rank}.safetensors")
+            loaded = _loaded(read, rank, ranks, experts=sharing > 1, dtype=model.dtype)
+            held = {name: value.contiguous() for name, value in _held(loaded).items()}
+            save_file(held, folder / f"{ranks}-{sharing}-{rank}.safetensors")
+            _save_state(loaded, folder, f"{ranks}-{sharing}", rank)
 
 
 def main(target: Path, names: list[str]) -> None:
@@ -351,7 +376,7 @@ def main(target: Path, names: list[str]) -> None:
         folder.mkdir()
         said: dict[str, str] = {}
         try:
-            _one(MODELS[name], folder)
+            _one(model_named(name), folder)
         except Exception as error:  # noqa: BLE001 - the test shows it
             said = {"error": f"{type(error).__name__}: {error}"}
         (folder / SAID).write_text(json.dumps(said), "utf-8")

@@ -20,14 +20,15 @@ from threading import Lock, get_ident
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import xxhash
 
-from transaxle.axes.geometry import Loop
+from transaxle.axes.geometry import Loop, row_major
 from transaxle.axes.layout.relayout import identity_target, is_one_run
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.source import Source
 from transaxle.errors import Refusal, StorageError, TransaxleError, Where, gathered, refuse
-from transaxle.formats.catalog import Container, Entry, Seal, Shape, digest_outside, nbytes, read_digest
+from transaxle.formats.catalog import BITS, Container, Entry, Extent, Seal, Shape, digest_outside, nbytes, read_digest
 from transaxle.formats.registry import MANIFEST, is_for_people, is_for_use, join_names
 from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.storage import NotJsonError, Overlay, Storage, layer, parse_json
@@ -216,12 +217,29 @@ def _tensor_ranges(container: Container) -> dict[str, _Ranges]:
     for entry in (*container.entries.values(), *container.left.values(), *copies):
         dtype = entry.dtype
         for extent in entry.extents:
-            alike.setdefault((extent.file, dtype, extent.shape), []).append(extent.offset)
+            if extent.strides is None:
+                alike.setdefault((extent.file, dtype, extent.shape), []).append(extent.offset)
+            else:
+                shape, offsets = _runs(extent, extent.strides, BITS[dtype])
+                alike.setdefault((extent.file, dtype, shape), []).extend(offsets)
     ranges: dict[str, _Ranges] = {}
     for (file, dtype, shape), offsets in alike.items():
         if size := nbytes(dtype, shape):
             ranges.setdefault(file, []).append((offsets, size))
     return ranges
+
+
+def _runs(extent: Extent, strides: Shape, bits: int) -> tuple[Shape, list[int]]:
+    """Return the contiguous parts of a strided chunk: the shape of each, and their offsets in the file."""
+    dims = sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
+    shape = tuple(extent.shape[dim] for dim in dims)
+    steps = tuple(strides[dim] for dim in dims)
+    dense = row_major(shape)
+    outer = next((at for at in range(len(dims)) if steps[at:] == dense[at:]), len(dims))
+    starts = np.zeros(1, np.int64)
+    for size, step in zip(shape[:outer], steps[:outer], strict=True):
+        starts = (starts[:, None] + np.arange(size) * step).ravel()
+    return shape[outer:], (extent.offset + starts * bits // 8).tolist()
 
 
 def _digest_around(container: Container, name: str, size: int, ranges: _Ranges) -> tuple[int, str]:

@@ -41,6 +41,7 @@ from transaxle.engine.plan.recoding import (
     rewrite_configs,
     steps_by_file,
     to_hub_encoding,
+    unread_code_notes,
     value_changes,
 )
 from transaxle.engine.plan.training_beside import (
@@ -80,13 +81,6 @@ from transaxle.spans import stage
 _LARGEST = 1 << 44
 """Largest number of elements that a tensor may plausibly have."""
 _MISSHAPEN = "SHAPE_MISMATCH"
-_READ_NO_CODES = frozenset({"automodel", "megatron", "megatron_dist", "megatron_layers", "torchtitan"})
-"""Dialects of trainers that load their own checkpoints with DCP, or by name into parameters. DCP and these trainers
-cast quantized codes without looking for scales. torchtitan and Automodel can read codes only from safetensors files of
-the hub.
-"""
-_FOR_ANY = frozenset({SAFETENSORS.name, "torch"})
-"""File formats, other than the hub's safetensors files, that no trainer of these dialects loads."""
 _FRAMEWORK = {"format": "pt"}
 """Header metadata that programs expect in every safetensors file."""
 
@@ -247,23 +241,18 @@ def _target_notes(
         yield in_both_languages(note_without_config(checkpoint))
 
 
-def _unread_code_notes(view: View, encoded: Collection[str], form: str, target_dialect: str) -> Iterator[str]:
-    """Yield a note if the target has quantized codes that the programs of its dialect would read as values."""
-    names = sorted({*encoded, *view.encoded} & view.targets.keys())
-    if names and form not in _FOR_ANY and target_dialect.partition("@")[0] in _READ_NO_CODES:
-        yield in_both_languages(
-            f"{len(names):,} tensors are codes with scales, such as {names[0]}; programs that load {target_dialect} "
-            f"from {form} read no scales: write values, with --decode bf16"
-        )
-
-
 def _loadable_targets(to: str) -> tuple[str, Sequence[str]]:
     """Return a dialect's framework and targets that it can load; no targets if the framework can load safetensors."""
-    format_dialects = {name: kind.dialects for name, kind in builtin().items() if kind.draft and kind.dialects}
+    with_dialects = (kind for kind in builtin().values() if kind.draft and kind.dialects)
+    of_megatron = [kind for kind in with_dialects if kind is not registry.VLLM_SHARDED]
     name = to.partition("@")[0]
-    if name == "te" or any(to in dialects for dialects in format_dialects.values()):
-        return "Megatron", tuple(format_dialects)
-    by_dialect = {"torchtitan": ("torchtitan", f"dcp:{to}"), "automodel": ("Automodel", "hf"), "vllm": ("vLLM", "hf")}
+    if name == "te" or any(to in kind.dialects for kind in of_megatron):
+        return "Megatron", [kind.name for kind in of_megatron]
+    by_dialect = {
+        "torchtitan": ("torchtitan", f"dcp:{to}"),
+        "automodel": ("Automodel", "hf"),
+        registry.VLLM: ("vLLM", "hf", registry.VLLM_SHARDED.name),
+    }
     framework, *loadable = by_dialect.get(name, (to,))
     return framework, loadable
 
@@ -305,9 +294,12 @@ def _choose_target(
         target_dialect, known_view = _default_dialect(checkpoint, kind)
     if "parts" in kind.draft_takes or degrees is not None:
         # only a few formats have separate files for each rank
-        from transaxle.engine.plan.rank_parts import check_degrees, pad_for_ranks
+        from transaxle.engine.plan.rank_parts import check_degrees, fit_engine, pad_for_ranks
 
         check_degrees(kind, degrees, f":{label}" if label and ":" in to else "")
+        if "ones" in kind.draft_takes:
+            checkpoint = fit_engine(checkpoint, target_dialect, degrees or Degrees())
+            return checkpoint, form, target_dialect, [], known_view if checkpoint is as_opened else None
         if target_dialect != IDENTITY and "degrees" in kind.draft_takes:
             checkpoint = pad_for_ranks(checkpoint, target_dialect, degrees or Degrees())
     if for_hub(to):
@@ -394,10 +386,14 @@ def _translate(
         misfits.extend(refusal for refusal in own_view.refusals if refusal.code == _MISSHAPEN)
     if target_dialect == IDENTITY and (names or checkpoint.decoded):
         misfits.extend(refuse_reordered(checkpoint, names))
+    if "ones" in get_format(form).draft_takes:
+        from transaxle.engine.plan.rank_parts import without_foreign
+
+        view, notes = without_foreign(view)
     if any(name.startswith(OPTIMIZER) for name in view.targets):
         misfits += refuse_misplaced_state(checkpoint, view, get_format(form), target_dialect)
         notes = [*notes, *state_notes(checkpoint, view, target_dialect)]
-    notes = (*view.notes, *notes, *_unread_code_notes(view, names, form, target_dialect))
+    notes = (*view.notes, *notes, *unread_code_notes(view, names, form, target_dialect))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
 
 
@@ -529,9 +525,10 @@ def _ranks_options(
     """Return layout options for a target with separate files for each rank, or made for a number of ranks."""
     if "parts" not in kind.draft_takes:
         return {} if degrees is None else {"fsdp" if "fsdp" in kind.draft_takes else "degrees": degrees}
-    from transaxle.engine.plan.rank_parts import rank_draft_options
+    from transaxle.engine.plan.rank_parts import engine_draft_options, rank_draft_options
 
-    return rank_draft_options(checkpoint, dialect, names, degrees or Degrees(), axes, problems)
+    options_of = engine_draft_options if "ones" in kind.draft_takes else rank_draft_options
+    return options_of(checkpoint, dialect, names, degrees or Degrees(), axes, problems)
 
 
 def _files_to_copy(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:

@@ -3,12 +3,24 @@ rank.
 
 Tensor parallelism follows the `cut` statements in the family's table, which name the axes that are divided among ranks.
 The rows of the vocabulary are padded first, so that they can be divided evenly among the ranks.
+
+Files from which each rank of an inference engine reads its own tensors (`vllm_sharded`) need two things that are not in
+the tables. They were read from vLLM's own models on a CPU, and `vllm_state.json` lists them for each family:
+
+- A tensor that several modules of the engine's model share has several names there, of which one is in the files.
+- Attention layers have four scales besides the weights, all 1 in a model whose key-value cache is not quantized.
+
+A family or a tensor that is not listed there is refused: the engine would not find the name, or would miss another.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cache
+from pkgutil import get_data
 from typing import Any
 
 import msgspec
@@ -22,9 +34,11 @@ from transaxle.axes.notation.expression import PADDING, Node, Sum, size
 from transaxle.axes.notation.family import Family, Line, Sizes
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
-from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.engine.plan.training_beside import without_training
+from transaxle.engine.views.encoded import View
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages, refuse
 from transaxle.formats.catalog import ITEM_BITS, Entry, Extent, NumbersInMemory
-from transaxle.formats.registry import Format, get_format, writable
+from transaxle.formats.registry import VLLM, Format, get_format, writable
 from transaxle.formats.storage.storage import layer
 
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
@@ -175,14 +189,46 @@ def engine_parts(
         UsageError: with code UNKNOWN_AXIS, if the size of an axis is unknown.
     """
     sizes = Sizes(family, config_for_ranks(config, 1 if ep > 1 else tp))
+    problems: list[Refusal] = []
+    parts = shares_in_engine(sizes, dialect, names, problems, tp=tp, ep=ep)
+    if problems:
+        raise gathered(problems)
+    return parts
+
+
+def shares_in_engine(
+    sizes: Sizes,
+    dialect: str,
+    names: Collection[str],
+    problems: list[Refusal],
+    axes: Mapping[str, int] | None = None,
+    *,
+    tp: int,
+    ep: int = 1,
+) -> Parts:
+    """Return which shard of each parameter each rank of an inference engine holds.
+
+    Args:
+        sizes: axis sizes of the model, of which some may depend on the number of ranks.
+        dialect: dialect of the engine's parameter names.
+        names: names of the parameters. The result lacks names that the dialect does not have.
+        problems: list to which refusals of parameters that cannot be divided evenly are added.
+        axes: axis -> size taken from tensor shapes, for axes whose size `sizes` does not know.
+        tp: number of tensor-parallel ranks.
+        ep: number of ranks among which whole experts are divided: all ranks, or 1 if each rank has a shard of every
+            expert.
+
+    Raises:
+        UsageError: with code UNKNOWN_AXIS, if the size of an axis is unknown.
+    """
+    family = sizes.family
     label = pick_dialect(family, dialect)
     bound = bind(tuple(names), family, label, sizes)
     parts: dict[str, tuple[int, tuple[Intervals, ...]] | None] = {}
-    problems: list[Refusal] = []
     cached_parts: dict[tuple[Line, frozenset[tuple[str, int]]], tuple[int, tuple[Intervals, ...]] | None] = {}
     for (line, _), names_of_line in bound.names.items():
         for position, name in names_of_line.items():
-            axis_sizes = sizes.at(dict(zip(line.name.axes, position, strict=True)))
+            axis_sizes = {**(axes or {}), **sizes.at(dict(zip(line.name.axes, position, strict=True)))}
             key = line, frozenset(axis_sizes.items())
             try:
                 if key not in cached_parts:
@@ -190,8 +236,6 @@ def engine_parts(
                 parts[name] = cached_parts[key]
             except TransaxleError as error:
                 problems.extend(replace(each, where=Where(None, name)) for each in error.refusals)
-    if problems:
-        raise gathered(problems)
     return parts
 
 
@@ -304,3 +348,157 @@ def _clip(entry: Entry, extent: Extent, dim: int, start: int, stop: int) -> Exte
     begin = (*extent.start[:dim], low - start, *extent.start[dim + 1 :])
     dense = extent.strides is None and all(count == 1 for count in shape[:dim])
     return Extent(begin, shape, extent.file, offset, None if dense else strides)
+
+
+_TABLE = "vllm_state.json"
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+_SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
+"""Names of the scales of one attention layer in vLLM 0.32."""
+_HEAD = "lm_head.weight"
+"""End of the name of an output head."""
+_WAYS_ON = "Let vLLM read the hub's folder: --to hf."
+_ENCODED = f"{_WAYS_ON} Quantized weights can be decoded first: --decode bf16."
+_ROWS = Degrees().rows
+
+
+class FamilyState(msgspec.Struct, frozen=True):
+    """What the state dict of vLLM's model of a family has, besides what the family's table says.
+
+    In names, `{}` stands for the number of a layer or an expert.
+    """
+
+    same: frozenset[str]
+    """Tensors that the files have under the names of the dialect."""
+    renamed: Mapping[str, str] = {}
+    """Name in the dialect -> name in the files, unless the model has a tensor of that name as well, as where the head
+    is not tied to the embedding."""
+    scales: Mapping[str, str] = {}
+    """Module with scales -> tensor that those layers have that have such a module."""
+
+
+class _StateTable(msgspec.Struct, frozen=True):
+    vllm: str
+    families: dict[str, FamilyState]
+    refused: dict[str, str]
+    """Family -> why its state dict cannot be described so."""
+
+
+@cache
+def state_table() -> _StateTable:
+    """Return what is known of the state dicts of vLLM's models."""
+    text = get_data(__package__, _TABLE)
+    assert text is not None  # the file is part of the package
+    return msgspec.json.decode(text, type=_StateTable)
+
+
+def pattern_of(name: str) -> str:
+    """Return a tensor's name with `{}` in place of the numbers of layers and experts."""
+    return _INDEX.sub("{}", name)
+
+
+def fit_engine(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Checkpoint:
+    """Return the model in a checkpoint, with the axis sizes that depend on the engine's number of ranks.
+
+    Args:
+        checkpoint: the source checkpoint.
+        dialect: dialect of the target.
+        degrees: parallel degrees of the engine.
+
+    Raises:
+        Refused: with code UNSUPPORTED, for a dialect that is not vLLM's, for parallel degrees that vLLM has not, and if
+            the user wants the optimizer's state.
+    """
+    if dialect.partition("@")[0] != VLLM:
+        message = f"vLLM looks for tensors of the dialect {VLLM} in these files, not of {dialect}"
+        raise refuse("UNSUPPORTED", message, hint="Name no dialect: --to vllm_sharded.")
+    if degrees.pp > 1 or degrees.rows != _ROWS:
+        message = "these files are for tensor and expert parallelism, and vLLM itself says how the vocabulary is padded"
+        raise refuse("UNSUPPORTED", message, hint="Omit --pp and --make-vocab-size-divisible-by.")
+    if degrees.ep not in (1, degrees.tp):
+        message = f"vLLM divides experts over all of its {degrees.tp} tensor-parallel ranks, or not at all"
+        raise refuse("UNSUPPORTED", message, hint=f"Write --ep {degrees.tp}, or omit it.")
+    if checkpoint.settings.optimizer:
+        message = "vLLM reads no state of an optimizer"
+        raise refuse("UNSUPPORTED", message, hint="Omit --optimizer.")
+    model = without_training(checkpoint).without_optimizer()
+    family, config = model.reading.family, model.config
+    alone = Sizes(family, config).at({})
+    in_ranks = Sizes(family, config_for_ranks(config, 1 if degrees.ep > 1 else degrees.tp)).at({})
+    changed = {axis: size for axis, size in in_ranks.items() if alone.get(axis) != size}
+    if not changed:
+        return model
+    settings = msgspec.structs.replace(model.settings, axes={**changed, **model.settings.axes})
+    return Checkpoint(model.container, settings, None, None, model.undecoded)
+
+
+def without_foreign(view: View) -> tuple[View, tuple[str, ...]]:
+    """Return a view without the tensors that vLLM's model has no place for, and a note about them."""
+    if not view.kept_names:
+        return view, ()
+    foreign = frozenset(view.kept_names)
+    targets = {name: target for name, target in view.targets.items() if name not in foreign}
+    note = in_both_languages(
+        f"{len(foreign):,} tensors are left out, such as {min(foreign)}: the dialect {VLLM} has no line for them"
+    )
+    return msgspec.structs.replace(view, targets=targets, kept_names=(), ignored=(*view.ignored, *sorted(foreign))), (
+        note,
+    )
+
+
+def engine_draft_options(
+    checkpoint: Checkpoint,
+    dialect: str,
+    names: Collection[str],
+    degrees: Degrees,
+    axes: Mapping[str, int],
+    problems: list[Refusal],
+) -> dict[str, Any]:
+    """Return options for the layout of an engine's files.
+
+    Args:
+        checkpoint: the source checkpoint.
+        dialect: dialect of the target.
+        names: names of the tensors to write.
+        degrees: parallel degrees of the engine.
+        axes: axis -> size taken from tensor shapes, for axes whose size no config states.
+        problems: list to which refusals are added, of the family or of tensors.
+    """
+    family = checkpoint.reading.family.name
+    state = state_table().families.get(family)
+    if state is None:
+        why = state_table().refused.get(family, "it has not been compared with vLLM's model")
+        message = f"the names of family {family} in vLLM's files are not known: {why}"
+        problems.append(Refusal("UNSUPPORTED", message, Where(), _WAYS_ON))
+        return {"degrees": degrees, "parts": {}}
+    parts = shares_in_engine(checkpoint.sizes, dialect, names, problems, axes, tp=degrees.tp, ep=degrees.ep)
+    return {"degrees": degrees, "parts": parts, **_in_files(family, state, names, problems)}
+
+
+def _in_files(
+    family: str, state: FamilyState, names: Collection[str], problems: list[Refusal]
+) -> dict[str, dict[str, str] | list[str]]:
+    """Return the names in the files, and the names of the scales."""
+    numbers = {name: tuple(_INDEX.findall(name)) for name in names}
+    patterns = {name: pattern_of(name) for name in names}
+    stored_names = {}
+    for name, pattern in patterns.items():
+        renamed = state.renamed.get(pattern, "").format(*numbers[name])
+        if renamed and renamed not in names:
+            stored_names[name] = renamed
+        elif pattern not in state.same:
+            message = f"vLLM's model of family {family} has not been seen with a tensor of this name"
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _ENCODED))
+    present = {pattern_of(stored_names.get(name, name)) for name in names}
+    for head in (each for each in state.same if each.endswith(_HEAD) and each not in present):
+        message = "vLLM's model of this family has not been seen with a head that is tied to the embedding"
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, head), _WAYS_ON))
+    layers: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for name, pattern in patterns.items():
+        layers[pattern].append(numbers[name])
+    ones = [
+        f"{module.format(*index)}.{scale}"
+        for module, anchor in state.scales.items()
+        for index in layers[anchor]
+        for scale in _SCALES
+    ]
+    return {"names": stored_names, "ones": ones}

@@ -51,7 +51,7 @@ from transaxle.engine.source import Source
 from transaxle.engine.views.encode import Encode, Step, choose
 from transaxle.engine.views.encoded import View
 from transaxle.engine.wording import plural
-from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages
 from transaxle.formats.catalog import Container, Entry, Extent, Recoding
 from transaxle.formats.registry import SAFETENSORS
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
@@ -531,6 +531,32 @@ def _in_memory(
     encoded.update(name for each in memory.encoded.values() for name in each.parts.values())
     modules = set(map(module_of, encoded))
     return {name: target for name, target in weights.items() if module_of(name) not in modules}, encoded
+
+
+_READ_NO_CODES = frozenset({"automodel", "megatron", "megatron_dist", "megatron_layers", "torchtitan"})
+"""Dialects of trainers that load their own checkpoints with DCP, or by name into parameters. DCP and these trainers
+cast quantized codes without looking for scales. torchtitan and Automodel can read codes only from safetensors files of
+the hub.
+"""
+_FOR_ANY = frozenset({SAFETENSORS.name, "torch"})
+"""File formats, other than the hub's safetensors files, that no trainer of these dialects loads."""
+
+
+def unread_code_notes(view: View, encoded: Collection[str], form: str, target_dialect: str) -> Iterator[str]:
+    """Yield a note if the target has quantized codes that the programs of its dialect would read as values.
+
+    Args:
+        view: the target's tensors.
+        encoded: names of the tensors that are encoded.
+        form: file format of the target.
+        target_dialect: dialect of the target.
+    """
+    names = sorted({*encoded, *view.encoded} & view.targets.keys())
+    if names and form not in _FOR_ANY and target_dialect.partition("@")[0] in _READ_NO_CODES:
+        yield in_both_languages(
+            f"{len(names):,} tensors are codes with scales, such as {names[0]}; programs that load {target_dialect} "
+            f"from {form} read no scales: write values, with --decode bf16"
+        )
 
 
 NO_CONFIG = f"no {CONFIG} goes along"
