@@ -2,9 +2,9 @@
 
     python -m tests.formats.vllm_sharded.engines TP
 
-reads orders, one a line: `[FOLDER, FORMAT, EP]`, in which FORMAT is vLLM's `load_format` and EP says whether experts
-are divided over the ranks. It prints one line of JSON for each: what the engine says, and for each worker the names of
-the safetensors files that it opened. `register` is an entry point of vLLM's plugins: it runs in each worker.
+reads orders, one a line: `[FOLDER, FORMAT]`, in which FORMAT is vLLM's `load_format`. It prints one line of JSON for
+each: what the engine says, and for each worker the names of the safetensors files that it opened. `register` is an
+entry point of vLLM's plugins: it runs in each worker.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def main(tp: int) -> None:
     from tests.refit.plugs.fresh_engines import _answers
 
     for line in sys.stdin:
-        folder, load_format, experts = json.loads(line)
+        folder, load_format = json.loads(line)
         llm = LLM(
             model=folder, load_format=load_format, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
-            max_model_len=128, tensor_parallel_size=tp, enable_expert_parallel=experts, disable_custom_all_reduce=True,
+            max_model_len=128, tensor_parallel_size=tp, disable_custom_all_reduce=True,
         )  # fmt: skip
         answers.write(json.dumps([_answers(llm), _opened()]) + "\n")
         answers.flush()
