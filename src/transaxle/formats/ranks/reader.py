@@ -362,6 +362,8 @@ def _join_boxes(
 ) -> tuple[Entry, list[Twin]] | None:
     file, first = parts[0]
     owners: dict[tuple[Shape, Shape], tuple[_RankFile, RankShard, ShardBlock]] = {}
+    boxes: dict[tuple[Shape, Shape], Entry] = {}
+    """Box that several ranks have -> the part of the rank that is read; all its twins share it."""
     twins: list[Twin] = []
     extents: list[Extent] = []
     for file, tensor in parts:
@@ -373,18 +375,18 @@ def _join_boxes(
                 extents += block_extents(shard, block, block.start)
                 continue
             owner_file, owner, owner_block = owners[box]
-            origin = (0,) * len(block.shape)
-            twins.append(
-                Twin(
-                    Entry(name, shard.dtype, block.shape, tuple(block_extents(owner, owner_block, origin))),
-                    Entry(name, shard.dtype, block.shape, tuple(block_extents(shard, block, origin))),
-                    f"ranks {owner_file.rank} and {file.rank} have the same {'tensor' if tensor.is_whole else 'part'}",
-                    dates=dates,
-                )
-            )
+            if box not in boxes:
+                boxes[box] = _box_entry(name, owner, owner_block)
+            why = f"ranks {owner_file.rank} and {file.rank} have the same {'tensor' if tensor.is_whole else 'part'}"
+            twins.append(Twin(boxes[box], _box_entry(name, shard, block), why, dates=dates))
     if not first.is_whole and not check_tiling(name, first.shape, list(owners), file.file, faults):
         return None
     return Entry(name, first.entry.dtype, first.shape, tuple(extents)), twins
+
+
+def _box_entry(name: str, shard: RankShard, block: ShardBlock) -> Entry:
+    """Return a box of a rank's part as a tensor of its own."""
+    return Entry(name, shard.dtype, block.shape, tuple(block_extents(shard, block, (0,) * len(block.shape))))
 
 
 def _groups(files: Sequence[_RankFile], faults: Faults) -> list[Any]:
