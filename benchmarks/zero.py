@@ -111,7 +111,7 @@ def make(folder: Path, stage: int) -> None:
 
 
 _WATCHED = """
-import json, os, subprocess, sys, time
+import json, os, resource, subprocess, sys, time
 
 def tree(pid):
     yield pid
@@ -134,6 +134,7 @@ while wanted == "memory" and process.poll() is None:
         pass  # one of them has just ended
     time.sleep(0.02)
 process.wait()
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 if wanted == "durable":
     for at, folders, files in os.walk(folder):
         for name in [*files, "."]:
@@ -142,7 +143,8 @@ if wanted == "durable":
             os.close(file)
 seconds = time.monotonic() - begin
 written = next(int(row.split()[1]) for row in open("/proc/self/io") if row.startswith("wchar"))  # of all its children
-print(json.dumps({"code": process.returncode, "seconds": seconds, "written": written, "peak": peak}))
+cpu = usage.ru_utime + usage.ru_stime
+print(json.dumps({"code": process.returncode, "seconds": seconds, "cpu": cpu, "written": written, "peak": peak}))
 """
 _OURS = """
 import sys
@@ -158,6 +160,8 @@ class Run:
 
     seconds: float
     """Seconds from start to end."""
+    cpu: float
+    """Seconds of processors that the program and its children used."""
     written: int
     """Bytes that the program and its children passed to write calls."""
     peak: int

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import struct
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -298,6 +298,8 @@ class Container(msgspec.Struct, frozen=True):
     the user gave the checkpoint itself. The field `path` ends with it."""
     config_path: str = ""
     """Path of the config.json in a folder above the checkpoint that is used as the checkpoint's own; empty without."""
+    spreads: Mapping[str, Hashable] = msgspec.field(default_factory=dict)
+    """Tensor name -> how ranks share it, in files of ranks; a parameter and its optimizer state are shared alike."""
 
     def with_computed(
         self, computed: Mapping[str, ComputedTensor], entries: Mapping[str, Entry], **changes: Any

@@ -12,6 +12,12 @@ in the files differ from those of transformers' model, as for experts, the table
 only if there is proof. Either the sizes of the groups and the shapes of the optimizer state leave a single way of
 assigning parameters to groups, or the rule that Trainer uses leads to an assignment that fits.
 
+    model_world_size_2_rank_0.pt  optim_world_size_2_rank_0.pt    verl: rank files
+
+Rank files have the model's order too, and say how the ranks share each tensor: a parameter and its state alike. So
+buffers and frozen parameters, which have no state, may be among the weights: a single way of leaving them out is proof
+as well.
+
 **How tensor-parallel ranks cut parameters**, if the files do not record it: the tables state which axes may be cut, and
 `cutter` divides the parameters along these axes.
 """
@@ -20,7 +26,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +39,7 @@ from transaxle.axes.notation.family import Line, Sizes
 from transaxle.engine.checkpoint.recognise import check_same, recognise
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, read_stored_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.catalog import Container, Shape
+from transaxle.formats.catalog import Container, Extent, Shape
 from transaxle.formats.deepspeed.spread import HINT, UNKNOWN_CUTS, Cutter, Divider
 from transaxle.formats.registry import TORCH
 from transaxle.formats.storage.storage import Storage
@@ -42,6 +50,7 @@ _TRAINER = "trainer_state.json"
 """File that transformers' Trainer writes beside the weights."""
 _DECAY = "weight_decay"
 _STEP = "step"
+_OUT_OF_ORDER = "the shapes of its state are not those of the model's parameters in the model's order"
 _MOST_STATES = 20_000
 """Largest number of partial assignments of parameters to optimizer groups that the search stores at once."""
 _HINT = (
@@ -93,6 +102,25 @@ def _prove_names(
     shapes = _state_shapes(state)
     if not shapes.keys() <= set(numbers) or len(set(numbers)) < len(numbers):
         raise _UnprovedError("its groups do not list each parameter once")
+    if weights.spreads and state.spreads:
+        try:
+            return _names_in_rank_files(weights, state, groups)
+        except _UnprovedError as error:
+            with suppress(_UnprovedError):
+                return _names_in_model(weights, state, groups, config, in_memory)
+            raise error from None
+    return _names_in_model(weights, state, groups, config, in_memory)
+
+
+def _names_in_model(
+    weights: Container,
+    state: Container,
+    groups: Sequence[Sequence[str]],
+    config: Mapping[str, Any] | None,
+    in_memory: InMemory,
+) -> dict[str, str]:
+    """Return the names of an optimizer's numbered parameters by the order of a torch file or of transformers' model."""
+    shapes, numbers = _state_shapes(state), [number for group in groups for number in group]
     if config is None:
         config = read_stored_config(weights.storage) if CONFIG in weights.carried else {}
     model, parameter_shapes = None, dict[str, Shape]()
@@ -111,15 +139,44 @@ def _prove_names(
     expected = [[shapes.get(number) for number in group] for group in groups]
     owners, assignments = assign_groups(order, expected)
     if not assignments:
-        raise _UnprovedError("the shapes of its state are not those of the model's parameters in the model's order")
+        raise _UnprovedError(_OUT_OF_ORDER)
     if assignments > 1:
         if _TRAINER not in weights.carried or len(groups) != 2 or state.metadata[GROUPS][1].get(_DECAY) != 0:
             raise _UnprovedError("they can be dealt to its groups in several ways")
-        owners = _by_trainer(model or _meta_model(config), names)
+        owners = [*_by_trainer(model or _meta_model(config), names)]
         if not _fits(order, owners, expected):
             raise _UnprovedError("they can be dealt to its groups in several ways, and Trainer's is none of them")
+    return _dealt(names, owners, groups)
+
+
+def _names_in_rank_files(weights: Container, state: Container, groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return the names of an optimizer's numbered parameters by the order of the weights in rank files."""
+    shapes = _state_shapes(state)
+    parts = {full: entry for full, entry in state.entries.items() if entry.shape and split_slot(full)[0] in shapes}
+    keys: dict[str, tuple[Shape, Hashable]] = {
+        split_slot(full)[0]: (entry.shape, state.spreads.get(full)) for full, entry in parts.items()
+    }
+    candidates: dict[tuple[Extent, ...] | str, tuple[str, Hashable]] = {}
+    for name, entry in weights.entries.items():
+        if name not in weights.beside:  # weights at one place in the file are tied: the model registers the first
+            place = entry.extents if entry.nbytes else name
+            candidates.setdefault(place, (name, (entry.shape, weights.spreads.get(name))))
+    names, order = zip(*candidates.values(), strict=True) if candidates else ((), ())
+    owners, assignments = assign_groups(order, [[keys.get(number) for number in group] for group in groups])
+    count = sum(map(len, groups))
+    if not assignments:
+        raise _UnprovedError(f"{_OUT_OF_ORDER}; it has {count} parameters, and the model {len(names)}")
+    if assignments > 1:
+        spare = len(names) - count
+        frozen = f", of which {spare} have no state: they are frozen, or are buffers" if spare else ""
+        raise _UnprovedError(f"its {count} parameters can be dealt to the model's {len(names)} in several ways{frozen}")
+    return _dealt(names, owners, groups)
+
+
+def _dealt(names: Sequence[str], owners: Sequence[int | None], groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return number -> name; each group's numbers go to its parameters in the model's order."""
     numbers_left = [iter(group) for group in groups]
-    return {next(numbers_left[group]): name for name, group in zip(names, owners, strict=True)}
+    return {next(numbers_left[group]): name for name, group in zip(names, owners, strict=True) if group is not None}
 
 
 def _state_shapes(state: Container) -> dict[str, Shape]:
@@ -139,23 +196,34 @@ def _state_shapes(state: Container) -> dict[str, Shape]:
     return shapes
 
 
-def assign_groups(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> tuple[list[int], int]:
+def assign_groups(
+    order: Sequence[Hashable], groups: Sequence[Sequence[Hashable | None]]
+) -> tuple[list[int | None], int]:
     """Assign a model's parameters to optimizer groups; within each group, the parameters keep the model's order.
 
+    Where the groups have fewer parameters than the model, those without a group are frozen.
+
     Args:
-        order: shapes of the parameters, in the model's order.
+        order: shapes of the parameters, in the model's order, or other facts that a parameter and its state share.
         groups: for each group, the shapes that it expects, in the group's order; None means any shape.
 
     Returns:
-        The index of each parameter's group, and the number of possible assignments: 0, 1, or 2, which means two or
-            more.
+        The index of each parameter's group, None for a frozen one, and the number of possible assignments: 0, 1, or 2,
+            which means two or more.
     """
+    expected = Counter(shape for group in groups for shape in group)
+    surplus = {shape: count - expected[shape] for shape, count in Counter(order).items()}
+    spare = len(order) - expected.total()
     partial_counts = {(0,) * len(groups): 1}
-    origins: list[dict[tuple[int, ...], int]] = []
-    for shape in order:
+    origins: list[dict[tuple[int, ...], int | None]] = []
+    for at, shape in enumerate(order):
         next_counts: dict[tuple[int, ...], int] = {}
-        origin: dict[tuple[int, ...], int] = {}
+        origin: dict[tuple[int, ...], int | None] = {}
+        may_be_frozen = expected[None] > 0 or surplus[shape] > 0
         for filled, count in partial_counts.items():
+            if may_be_frozen and at - sum(filled) < spare:
+                next_counts[filled] = min(2, next_counts.get(filled, 0) + count)
+                origin[filled] = None
             for number, group in enumerate(groups):
                 position = filled[number]
                 if position < len(group) and group[position] in (None, shape):
@@ -170,11 +238,12 @@ def assign_groups(order: Sequence[Shape], groups: Sequence[Sequence[Shape | None
     if end not in partial_counts:
         return [], 0
     count = partial_counts[end]
-    owners: list[int] = []
+    owners: list[int | None] = []
     for origin in reversed(origins):
-        number = origin[end]
-        owners.append(number)
-        end = (*end[:number], end[number] - 1, *end[number + 1 :])
+        owner = origin[end]
+        owners.append(owner)
+        if owner is not None:
+            end = (*end[:owner], end[owner] - 1, *end[owner + 1 :])
     return owners[::-1], count
 
 
@@ -187,7 +256,7 @@ def _by_trainer(model: Any, names: Sequence[str]) -> list[int]:
     return [int(name not in decayed) for name in names]
 
 
-def _fits(order: Sequence[Shape], owners: Sequence[int], groups: Sequence[Sequence[Shape | None]]) -> bool:
+def _fits(order: Sequence[Shape], owners: Sequence[int | None], groups: Sequence[Sequence[Shape | None]]) -> bool:
     """Return whether each group gets the shapes that it expects; see `assign_groups`."""
     assigned = [
         [shape for shape, owner in zip(order, owners, strict=True) if owner == number] for number in range(len(groups))

@@ -15,7 +15,7 @@ A rank's pickle is untrusted: the number of ranks in its meshes, and the number 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from math import prod
@@ -43,6 +43,8 @@ _MAX_LAYOUT_ITEMS, _MAX_LAYOUT_DEPTH = 32, 3
 _REPLICATE, _STRIDED = "Replicate", "_StridedShard"
 _PARTIALS = ("Partial", "_Partial")
 _RESHAPED = "Save it with a Shard or Replicate placement for each mesh dim: redistribute() it first."
+WHOLE, SHARDED = "whole", "sharded"
+"""How ranks share a tensor that is no DTensor: each has all of it, or the boxes that a ShardedTensor lists."""
 _MISNAMED = "Copy each rank's file under its own name."
 _FLAT_NAMES = ("_flat_param", "flat_param")
 """Last segments of the names under which FSDP1 keeps flat parameters."""
@@ -106,6 +108,13 @@ class RankTensor:
     """
     is_whole: bool = False
     """Whether this is a plain tensor, of which the rank has every element."""
+
+    @property
+    def spread(self) -> Hashable:
+        """How ranks share the tensor: the mesh and the cuts of a DTensor; `WHOLE` or `SHARDED` for other tensors."""
+        if self.mesh is not None:
+            return self.mesh, self.cuts
+        return WHOLE if self.is_whole else SHARDED
 
 
 @dataclass(slots=True)

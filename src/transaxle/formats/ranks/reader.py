@@ -44,7 +44,7 @@ from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Sc
 from transaxle.formats.ranks.names import ALL_FILES, GATHER, ONE_SAVE, names_like, rank_files
 from transaxle.formats.ranks.rank_tensors import MAX_RANKS, RankTensor, RankTensorReader
 from transaxle.formats.registry import RANKS, sort_sidecars
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import NotJsonError, Storage, parse_json
 from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
 from transaxle.formats.training_state import (
     GROUPS,
@@ -66,6 +66,9 @@ _NAMED_STATE = (
     "name its parameters. To do without its state: --no-optimizer (optimizer=False)."
 )
 _INTEGERS = ("I32", "I64")
+_FSDP_CONFIG = "fsdp_config.json"
+"""File in which verl notes the version of FSDP and the number of ranks."""
+_LONGEST_CONFIG = 1 << 20
 _LONGEST_MESH = 8 << 20
 """Largest size in bytes of a device mesh."""
 _LARGE = 1 << 20
@@ -110,6 +113,7 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
     if storage.single and len(files) > 1:
         message = f"this is the file of one of {len(files)} ranks, which has a part of the tensors"
         raise refuse("INCOMPLETE", message, file=member, hint=ALL_FILES)
+    _check_fsdp_config(storage, len(files))
     inline = NumbersInMemory(storage)
     faults = Faults()
     contents = []
@@ -142,7 +146,22 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
         paths=contents[0].state.paths,
         whole=merged.whole,
         in_order=contents[0].state.is_numbered,
+        spreads={name: tensor.spread for each in reversed(contents) for name, tensor in each.tensors.items()},
     )
+
+
+def _check_fsdp_config(storage: Storage, count: int) -> None:
+    """Refuse rank files of another number than verl's fsdp_config.json beside them gives, if there is one."""
+    if _FSDP_CONFIG not in storage.listing().names:
+        return
+    try:
+        settings = parse_json(storage.read(_FSDP_CONFIG, 0, min(storage.size(_FSDP_CONFIG), _LONGEST_CONFIG)))
+    except NotJsonError as error:
+        raise refuse("CORRUPT", f"it is not JSON: {error}", file=_FSDP_CONFIG) from None
+    world = settings.get("world_size") if isinstance(settings, dict) else None
+    if type(world) is int and world != count:
+        message = f"the job had {world} ranks, and there are files of {count}"
+        raise refuse("CORRUPT", message, file=_FSDP_CONFIG, hint=ONE_SAVE)
 
 
 def _read_file(inline: NumbersInMemory, reader: RankTensorReader) -> _RankFile:
