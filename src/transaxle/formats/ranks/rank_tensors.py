@@ -108,13 +108,8 @@ class RankTensor:
     """
     is_whole: bool = False
     """Whether this is a plain tensor, of which the rank has every element."""
-
-    @property
-    def spread(self) -> Hashable:
-        """How ranks share the tensor: the mesh and the cuts of a DTensor; `WHOLE` or `SHARDED` for other tensors."""
-        if self.mesh is not None:
-            return self.mesh, self.cuts
-        return WHOLE if self.is_whole else SHARDED
+    spread: Hashable = SHARDED
+    """How ranks share the tensor: the mesh and the cuts of a DTensor; `WHOLE` or `SHARDED` for other tensors."""
 
 
 @dataclass(slots=True)
@@ -163,7 +158,7 @@ class RankTensorReader:
             return _read_sharded(name, value, self.file)
         entry = _local(name, value, self.file)
         whole = ShardBlock((0,) * len(entry.shape), (0,) * len(entry.shape), entry.shape)
-        return RankTensor(entry, entry.shape, (whole,) if whole.size else (), is_whole=True)
+        return RankTensor(entry, entry.shape, (whole,) if whole.size else (), is_whole=True, spread=WHOLE)
 
     def _read_dtensor(self, name: str, value: Any) -> RankTensor:
         state = attributes(value)
@@ -187,7 +182,7 @@ class RankTensorReader:
         if local != entry.shape:
             message = f"by its placements, rank {self.rank} has {list(local)} of {list(shape)}"
             raise ViewFault("CORRUPT", f"{message}; its file has {list(entry.shape)}")
-        return RankTensor(entry, shape, tuple(_blocks(positions)), mesh_ranks)
+        return RankTensor(entry, shape, tuple(_blocks(positions)), mesh_ranks, spread=(mesh, tuple(cuts)))
 
     def _charge_blocks(self, cuts: Sequence[Cut]) -> None:
         """Refuse cuts that divide a tensor, or all tensors of the file together, into too many boxes."""

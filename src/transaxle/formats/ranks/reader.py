@@ -42,7 +42,7 @@ from transaxle.formats.deepspeed.spread import ShardBlock
 from transaxle.formats.flattened_state import Odd, flatten
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.ranks.names import ALL_FILES, GATHER, ONE_SAVE, names_like, rank_files
-from transaxle.formats.ranks.rank_tensors import MAX_RANKS, RankTensor, RankTensorReader
+from transaxle.formats.ranks.rank_tensors import MAX_RANKS, WHOLE, RankTensor, RankTensorReader
 from transaxle.formats.registry import RANKS, sort_sidecars
 from transaxle.formats.storage.storage import NotJsonError, Storage, parse_json
 from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
@@ -197,7 +197,9 @@ def _whole_number(name: str, value: Any, inline: NumbersInMemory) -> RankTensor:
     code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
     assert code_and_bytes is not None
     code, data = code_and_bytes
-    return RankTensor(Entry(name, code, (), (inline.add(data),)), (), (ShardBlock((), (), ()),), is_whole=True)
+    return RankTensor(
+        Entry(name, code, (), (inline.add(data),)), (), (ShardBlock((), (), ()),), is_whole=True, spread=WHOLE
+    )
 
 
 def _setting(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
