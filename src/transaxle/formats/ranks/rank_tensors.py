@@ -129,6 +129,7 @@ class RankTensorReader:
     count: int
     read_ranks: ReadRanks
     rank_sets: dict[tuple[int, ...], frozenset[int]]
+    _spreads: dict[Hashable, Hashable] = field(default_factory=dict)
     _places: dict[int, _Place] = field(default_factory=dict)
     """`id` of a pickled mesh -> the parsed mesh. All tensors of a file share one pickled mesh."""
     _rank_maps: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -182,7 +183,11 @@ class RankTensorReader:
         if local != entry.shape:
             message = f"by its placements, rank {self.rank} has {list(local)} of {list(shape)}"
             raise ViewFault("CORRUPT", f"{message}; its file has {list(entry.shape)}")
-        return RankTensor(entry, shape, tuple(_blocks(positions)), mesh_ranks, spread=(mesh, tuple(cuts)))
+        return RankTensor(entry, shape, tuple(_blocks(positions)), mesh_ranks, spread=self._spread(mesh, cuts))
+
+    def _spread(self, mesh: Mesh, cuts: Sequence[Cut]) -> Hashable:
+        """Return how a tensor is shared; tensors that are shared alike get one object."""
+        return self._spreads.setdefault((id(mesh), tuple(cuts)), (mesh, tuple(cuts)))
 
     def _charge_blocks(self, cuts: Sequence[Cut]) -> None:
         """Refuse cuts that divide a tensor, or all tensors of the file together, into too many boxes."""
