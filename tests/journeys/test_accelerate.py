@@ -108,7 +108,7 @@ def _train_in_project(rank: int, world: int, folder: str, version: int) -> tuple
         return whole_training_state(model, optimizer.optimizer)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2], ids=["FSDP1", "FSDP2"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_a_sharded_project_as_it_lies(journey: Journey, model_type: str, version: int, tmp_path: Path) -> None:
     """Given the project's folder, `checkpoints/checkpoint_0` is opened; FSDP1 and FSDP2 save other tensors there."""

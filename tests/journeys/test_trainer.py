@@ -220,7 +220,7 @@ def _saved_in_run(rank: int, world: int, folder: str, version: int) -> tuple[mod
         return whole_training_state(trainer.model_wrapped, trainer.optimizer.optimizer)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2], ids=["FSDP1", "FSDP2"])
 def test_a_sharded_run_as_it_lies(journey: Journey, version: int, tmp_path: Path) -> None:
     """Given the folder of the run, `checkpoint-3` is opened; FSDP1 and FSDP2 save other tensors there."""
     hub = models.hub_folder("qwen3_moe", tmp_path / "hub")

@@ -355,9 +355,7 @@ SAFETENSORS = Format(
 )
 
 _TORCH_FILES = (".bin", ".pt", ".pth")
-_NO_WEIGHTS = (
-    r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|recipe_state)(_\d+)?)\.(bin|pt|pth)"
-)
+_NO_WEIGHTS = r"(training_args|(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state)(_\d+)?)\.(bin|pt|pth)"
 """Pattern for the names of files with training state (of transformers' Trainer and accelerate) that contain no
 weights."""
 TORCH = Format(

@@ -281,6 +281,26 @@ def test_a_model_of_a_hub_without_a_config_says_what_is_missing(ck: Path, transa
         above.unlink()
 
 
+def test_the_folder_of_a_run_is_its_only_checkpoint(here: Path, transaxle: Transaxle) -> None:
+    """The files are those of torchtune 0.6.1: shards with an index, and the recipe's state beside them."""
+    step = tiny(here / "out" / "epoch_0", shards=2)
+    shutil.copytree(step, here / "wanted")
+    (here / "out" / "recipe_state").mkdir()
+    for file in ("recipe_state/recipe_state.pt", "torchtune_config.yaml"):
+        (here / "out" / file).write_bytes(b"")
+    said = "note: the source is out/epoch_0, which was found in the folder that you gave"
+    assert said in transaxle("plan", "out", "hub", "--to", "dcp:torchtitan").out
+    told = transaxle("convert", "out", "hub", "--to", "dcp:torchtitan", "--verify")
+    assert (told.code, told.err) == (0, "")
+    assert said in told.out
+    assert transaxle("verify", "wanted", "hub").code == 0
+    info = transaxle("info", "out").out
+    assert info.startswith("out/epoch_0\n")
+    assert "epoch_0, which was found in the folder that you gave" in info
+    tiny(here / "out" / "epoch_1")
+    transaxle("ls", "out").expect(USAGE, err=("epoch_1, epoch_0", "Give one of these checkpoints: out/epoch_1"))
+
+
 def test_a_config_that_is_given_becomes_that_of_the_target(here: Path, transaxle: Transaxle) -> None:
     Path("my.json").write_text(json.dumps(CONFIG))
     tiny(here / "bare", config=None)
