@@ -73,10 +73,11 @@ def test_a_rank_named_twice(tmp_path: Path) -> None:
         tx.open(tmp_path / "step")
 
 
-def test_a_file_under_the_name_of_another_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved_by", "name"), [(2, 1), (0, 1), (0, 2)])
+def test_a_file_under_the_name_of_another_rank(tmp_path: Path, saved_by: int, name: int) -> None:
     folder = good(tmp_path, 3)
-    shutil.copy(folder / file(2, 3), folder / file(1, 3))
-    with refuses("CORRUPT", "rank 2 saved it", file=file(1, 3), tensor="w", hint="under its own name"):
+    shutil.copy(folder / file(saved_by, 3), folder / file(name, 3))
+    with refuses("CORRUPT", f"rank {saved_by} saved it", file=file(name, 3), tensor="w", hint="under its own name"):
         tx.open(folder)
 
 

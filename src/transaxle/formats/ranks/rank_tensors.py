@@ -202,10 +202,10 @@ class RankTensorReader:
         if mesh_place is not None:
             return mesh_place
         state = attributes(pickled)
-        mesh = self._read_mesh(state)
-        saved_by = self._rank_of_save(state)
+        saved_by = self._rank_of_save(state)  # first, since a mesh is read as one of this file's rank
         if saved_by not in (None, self.rank):
             raise self._name_fault(saved_by)
+        mesh = self._read_mesh(state)
         coordinate = mesh.coordinate(self.rank)
         if coordinate is None:
             message = f"its device mesh has the ranks {_list_ranks(mesh.ranks)}, but not {self.rank}, this file's rank"
