@@ -265,3 +265,19 @@ def test_a_job_of_one_rank(tmp_path: Path) -> None:
     """Its only file has everything."""
     with tx.open(good(tmp_path, 1) / file(0, 1)) as checkpoint:
         assert torch.equal(checkpoint["w"].torch(), WHOLE)
+
+
+def test_the_optimizer_of_fsdp1(tmp_path: Path) -> None:
+    """Its numbered parts of flat parameters have no names: the weights convert without them, and with them nothing."""
+    folder = tmp_path / "step"
+    made.write_all(folder, [{"w": made.sharded(WHOLE, rank, 2)} for rank in range(2)])
+    for sizes in [(20, 20), (24, 16)]:
+        moments = [
+            {0: {"step": torch.tensor(2.0), "exp_avg": torch.full((size,), rank)}} for rank, size in enumerate(sizes)
+        ]
+        made.write_all(folder, [{"state": state, "param_groups": [GROUP]} for state in moments], "optim")
+        with refuses("UNSUPPORTED", "FSDP1's optimizer numbers flat parameters", hint="--no-optimizer"):
+            tx.convert(folder, tmp_path / "out", to="dcp", sync=False)
+    tx.convert(folder, tmp_path / "out", to="dcp", optimizer=False, sync=False)
+    with tx.open(tmp_path / "out") as converted:
+        assert torch.equal(converted["w"].torch(), WHOLE)
