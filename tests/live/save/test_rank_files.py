@@ -192,3 +192,19 @@ def test_degrees_that_a_format_does_not_have(tmp_path: Path, to: str, options: d
     with pytest.raises(tx.TransaxleError, match=message):
         tx.convert(source(tmp_path / "src"), tmp_path / "dst", to=to, **options)
     assert not (tmp_path / "dst").exists()
+
+
+def test_what_counts_as_a_buffer_is_told_and_stays_so(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    parameters = {"a.weight": torch.randn(0, 5), "b.weight": torch.randn(7, 3).bfloat16(), "f.weight": torch.randn(1)}
+    buffers = {"c.scale": torch.tensor(2.0), "d.codes": torch.arange(12).reshape(4, 3), "e.running_var": torch.ones(4)}
+    save_file({**parameters, **buffers}, tmp_path / "src/model.safetensors")
+    report = tx.convert(tmp_path / "src", tmp_path / "five", to="ranks", dp=5, verify=True)
+    assert "3 tensors are buffers, whole in the files of 5: c.scale, d.codes, e.running_var" in report.notes[0]
+    report = tx.convert(tmp_path / "five", tmp_path / "two", to="ranks", dp=2, verify=True)
+    assert not any("buffers" in note for note in report.notes)
+    assert tx.verify(tmp_path / "src", tmp_path / "two")
+    saved = loaded(str(tmp_path / "two"), "model", 1, 2)
+    assert {name for name, value in saved.items() if isinstance(value, DTensor)} == parameters.keys()
+    assert saved["b.weight"].to_local().shape == (3, 3)
+    assert saved["b.weight"].device_mesh.device_type == "cuda"
