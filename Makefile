@@ -19,6 +19,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINNED := $(PIP) install --quiet --constraint constraints.txt
 TITAN  := torchtitan nemo-automodel
+# verl's wheel has a package `tests`, so it gets a folder of its own, without its dependencies but for what it imports.
+VERL   := verl==0.9.1 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict==0.10.0 hydra-core==1.3.8 \
+          codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.3
 BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
@@ -81,7 +84,7 @@ check: $(VENV)/.all
 	$(BIN)/python -m pytest -q $(QUICK) --numprocesses $(JOBS) --dist worksteal; tests=$$?; \
 	wait $$types && exit $$tests
 
-test: lint
+test: lint $(VENV)/verl
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
 # Run it before and after a change that must not change results. REWRITE=--rewrite-golden records the current results.
@@ -193,6 +196,12 @@ $(VENV)/.all: $(VENV)/.demo
 	@$(PINNED) --no-build-isolation --editable '.[dev,peers]'
 	@$(PINNED) --no-deps $(TITAN)
 	@touch $@
+
+$(VENV)/verl: $(VENV)/.torch
+	@echo 'installing verl'
+	@$(PIP) install --quiet --no-deps --target $@.new $(VERL)
+	@rm -rf $@ $@.new/tests $@.new/scripts
+	@mv $@.new $@
 
 $(MEGATRON_VENV)/.all: $(BRIDGE)
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer (with venv) is needed: make PYTHON=/path/to/python3 megatron' >&2; exit 1; }

@@ -132,7 +132,7 @@ def main() -> int:
         make(Path(arguments.make[0]), int(arguments.make[1]))
         return 0
     if not PACKAGES.is_dir():
-        raise SystemExit(f"verl is not in {PACKAGES}: run make .venv/.all, or set VERL_PACKAGES")
+        raise SystemExit(f"verl is not in {PACKAGES}: run make .venv/verl, or set VERL_PACKAGES")
     os.environ["PACKAGES"] = str(PACKAGES)
     promises = Promises()
     with tempfile.TemporaryDirectory() as scratch:

@@ -70,6 +70,7 @@ def config(job: Job) -> Any:
         head_dim=4,
         vocab_size=34,
         tie_word_embeddings=job.tied,
+        architectures=[f"{job.model.title()}ForCausalLM"],
     )
 
 

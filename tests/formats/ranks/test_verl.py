@@ -1,0 +1,125 @@
+"""What verl's own checkpoint manager saves: its weights, optimizer and merged model, bit for bit.
+
+verl is in a folder of its own (`make` installs it there, `VERL_PACKAGES` names another), because its wheel has a
+package `tests`. Without it these tests skip; with `CI` or `NEEDS_VERL` set they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+from tests.formats.ranks.verl_job import ACTOR, PACKAGES, TRUTH, Job, launch
+from tests.formats.refusals import refuses
+
+NEEDED = "CI" in os.environ or "NEEDS_VERL" in os.environ
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.slow,
+    pytest.mark.skipif(not PACKAGES.is_dir() and not NEEDED, reason=f"verl is not in {PACKAGES}"),
+]
+JOBS = {
+    "fsdp2": Job("fsdp2", 2),
+    "fsdp2 two groups": Job("fsdp2", 4, "qwen3", tied=True, groups=2),
+    "fsdp2 frozen": Job("fsdp2", 2, frozen=True, groups=2),
+    "hsdp": Job("hsdp", 4),
+    "fsdp1": Job("fsdp1", 2, "qwen3"),
+}
+MERGER = "import os, sys; sys.path.append(os.environ['PACKAGES']); from verl.model_merger.__main__ import main; main()"
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
+    """A folder that verl saved, with the truth beside it."""
+    job, folder = JOBS[request.param], tmp_path_factory.mktemp("verl")
+    launch(job, folder)
+    return job, folder
+
+
+def truth(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors, gathered by torch."""
+    tensors: dict[str, torch.Tensor] = torch.load(folder / TRUTH)
+    return tensors
+
+
+def assert_same(checkpoint: tx.Checkpoint, expected: dict[str, torch.Tensor]) -> None:
+    """Check that a checkpoint has the same tensors, with the same bits and dtypes."""
+    assert set(checkpoint) == set(expected)
+    for name, tensor in expected.items():
+        own = checkpoint[name].torch()
+        assert own.dtype == tensor.dtype, name
+        assert torch.equal(own, tensor), name
+
+
+def test_weights_and_optimizer(saved: tuple[Job, Path], tmp_path: Path) -> None:
+    job, folder = saved
+    whole = truth(folder)
+    weights = {name: tensor for name, tensor in whole.items() if not name.startswith("optim/")}
+    tx.convert(folder / ACTOR, tmp_path / "hub", to="hf", optimizer=False, sync=False)
+    stored = {name for name in weights if not (job.tied and name == "lm_head.weight")}
+    with tx.open(tmp_path / "hub") as hub:
+        assert_same(hub, {name: weights[name] for name in hub if name in weights})
+        assert stored <= set(hub)
+    if job.kind == "fsdp1":
+        with refuses("UNSUPPORTED", "FSDP1's optimizer numbers flat parameters"):
+            tx.convert(folder / ACTOR, tmp_path / "dcp", to="dcp", optimizer=True)
+        return
+    tx.convert(folder / ACTOR, tmp_path / "dcp", to="dcp", optimizer=True, sync=False)
+    with tx.open(tmp_path / "dcp", optimizer=True) as copied:
+        assert_same(copied, whole)
+        assert len(copied.metadata["param_groups"]) == job.groups
+
+
+def test_verl_s_own_merger_writes_the_same(saved: tuple[Job, Path], tmp_path: Path) -> None:
+    """The merger rounds to bfloat16, always."""
+    job, folder = saved
+    command = [sys.executable, "-c", MERGER, "merge", "--backend", "fsdp", "--local_dir", str(folder / ACTOR)]
+    environment = {**os.environ, "PACKAGES": str(PACKAGES)}
+    completed = subprocess.run(
+        [*command, "--target_dir", str(tmp_path / "theirs")], env=environment, capture_output=True, check=False
+    )
+    assert completed.returncode == 0, completed.stderr.decode()
+    tx.convert(folder / ACTOR, tmp_path / "ours", to="hf", optimizer=False, dtype="bf16", sync=False)
+    with tx.open(tmp_path / "ours") as ours, tx.open(tmp_path / "theirs") as theirs:
+        expected: dict[str, Any] = {name: theirs[name].torch() for name in theirs}
+        assert set(ours) - set(expected) <= ({"lm_head.weight"} if job.tied else set())
+        assert set(expected) <= set(ours)
+        for name, tensor in expected.items():
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(ours[name].torch(), tensor), name
+
+
+def test_a_live_model_loads_it(saved: tuple[Job, Path]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    job, folder = saved
+    config = AutoConfig.from_pretrained(folder / ACTOR / "huggingface")
+    model: Any = AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with_state = job.kind == "fsdp2" and not job.frozen and job.groups == 1
+    tx.load(model, folder / ACTOR, optimizer=optimizer if with_state else None)
+    whole = truth(folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, whole[name]), name
+        if with_state:
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(optimizer.state[parameter][key], whole[f"optim/{name}/{key}"]), name
+
+
+def test_a_lora_save_keeps_its_names(tmp_path: Path) -> None:
+    launch(Job("fsdp2", 2, lora=True), tmp_path)
+    actor = tmp_path / ACTOR
+    with refuses("UNKNOWN_FAMILY", "lora_A"):
+        tx.convert(actor, tmp_path / "hub", to="hf")
+    assert not (tmp_path / "hub").exists()
+    whole = truth(tmp_path)
+    tx.convert(actor, tmp_path / "kept", to="safetensors:identity", optimizer=False, sync=False)
+    with tx.open(tmp_path / "kept") as kept:
+        assert_same(kept, {name: whole[name] for name in whole if "lora_" in name and not name.startswith("optim/")})
