@@ -8,7 +8,7 @@ the ratio without it as well, as that part of the merger's time does not grow wi
 
 The files are torch's own pickles of DTensors with random values: one process takes the place of each rank in turn.
 
-    python benchmarks/ranks.py [--rounds 3] [--verl FOLDER]
+    python benchmarks/ranks.py [--rounds 3] [--worlds 4 8]
 """
 
 from __future__ import annotations
