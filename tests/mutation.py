@@ -24,7 +24,13 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "axes": ["tests/axes", "tests/engine/plan", "tests/engine/execute"],
     "engine/plan": ["tests/engine/plan", "tests/engine/views", "tests/engine/checkpoint", "tests/cli"],
-    "engine/carry.py": ["tests/engine/execute", "tests/engine/views", "tests/engine/compare", "tests/live/save"],
+    "engine/carry.py": [
+        "tests/engine/execute",
+        "tests/engine/plan",
+        "tests/engine/views",
+        "tests/engine/compare",
+        "tests/live/save",
+    ],
     "formats/store": ["tests/formats/store", "tests/engine/execute", "tests/cli"],
 }
 """Path below the package -> the tests to run first."""

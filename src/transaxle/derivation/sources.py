@@ -271,7 +271,7 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
     for (line, _), names in bound.names.items() if bound else ():
         for position, name in names.items():
             try:
-                fill(line.expression, shapes[name], sizes.at(dict(zip(line.name.axes, position, strict=True))))
+                fill(line.expression, shapes[name], sizes.at(line.name.index_at(position)))
             except TransaxleError as error:  # an unknown size is no contradiction
                 if error.code == _MISFIT:
                     problems.append(f"{name}: {error.refusals[0].message}")

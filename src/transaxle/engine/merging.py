@@ -363,7 +363,7 @@ def _padding(model: Model) -> dict[str, int]:
         for position, name in names.items() if line.expression.padding else ():
             shape = model.container.entries[name].shape
             if len(shape) == len(line.expression.dims):  # this excludes an optimizer's step, which has no dims
-                sizes = fill(line.expression, shape, model.sizes.at(dict(zip(line.name.axes, position, strict=True))))
+                sizes = fill(line.expression, shape, model.sizes.at(line.name.index_at(position)))
                 padding |= {axis: sizes[axis] for axis in sorted(line.expression.padding)}
     return padding
 

@@ -108,7 +108,7 @@ def read(model: nn.Module) -> Reading:
     weights = []
     for (line, _), names_by_position in bound.names.items():
         for position, name in names_by_position.items():
-            index = dict(zip(line.name.axes, position, strict=True))
+            index = line.name.index_at(position)
             axis_sizes = sizes.at(index)
             module, parameter_name = owners[name]
             parameter = model.get_submodule(module)._parameters[parameter_name]

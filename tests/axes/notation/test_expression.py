@@ -186,6 +186,8 @@ def test_steps_give_the_formula_and_their_inverse_gives_it_back(text: str) -> No
     assert np.allclose(apply_steps(stored, inverse(steps)), x, rtol=1e-12, atol=1e-12)
     both = simplify((*inverse(steps), *steps))
     assert both == () or np.allclose(apply_steps(stored, both), stored)
+    doubled = some(parse_computed("2 * exp(x)"))
+    assert simplify((*doubled, *inverse(doubled))) == ()
 
 
 @pytest.mark.parametrize(

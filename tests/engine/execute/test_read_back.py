@@ -46,6 +46,7 @@ def test_what_was_written_is_read_back(options: dict[str, Any], tmp_path: Path) 
     assert report.verification.comparison is not None
     assert report.verification.comparison.equal
     documents.check("convert", report.as_json())
+    assert report.as_json()["comparison"]["equal"]
     assert tx.convert(tmp_path / "fp8", tmp_path / "again", **options).verification is None
     if options == {"to": "hf", "decode": "bf16"}:
         coded = tx.convert(tmp_path / "out", tmp_path / "coded", to="hf", encode="mxfp8", verify=True)

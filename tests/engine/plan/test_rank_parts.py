@@ -53,6 +53,11 @@ def test_experts_are_whole_where_ranks_share_them_out() -> None:
     shares = (((0, 2),), ((2, 4),), ((4, 5),), ((5, 6),))
     assert found[BIAS] == found[DOWN] == (0, shares)
     assert found[QKV] == parts(tp=4)[QKV]
+    # vLLM adds rows of zeros to short experts, but not to experts that are whole on a rank
+    config = {**CONFIG, "model_type": "kimi_linear", "moe_intermediate_size": 96, "num_experts": 4}
+    down = "model.layers.0.block_sparse_moe.experts.routed_experts.w2_weight"
+    expected = {down: (0, (((0, 2),), ((2, 4),)))}
+    assert engine_parts(builtin()["kimi_linear"], VLLM, config, [down], tp=2, ep=2) == expected
 
 
 def test_all_that_does_not_divide_is_listed() -> None:

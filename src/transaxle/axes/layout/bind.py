@@ -357,7 +357,7 @@ def _with_names_of(dialect: Dialect, bound: BoundNames, sizes: Sizes, stored: Ma
     read = set()
     for (line, slot), of_line in newly_bound.names.items():
         for position, name in of_line.items():
-            index = dict(zip(line.name.axes, position, strict=True))
+            index = line.name.index_at(position)
             if not any(present.at(component, index) for component in line.expression.components):
                 names[line, slot][position] = name
                 read.add(name)
@@ -456,7 +456,7 @@ class _MergedNumbers:
         for (line, slot), by_index in bound.names.items():
             for index, name in by_index.items():
                 if slot == WEIGHT and name in stored:
-                    at = dict(zip(line.name.axes, index, strict=True))
+                    at = line.name.index_at(index)
                     equations[line.expression].setdefault(stored[name].shape, at)
         sizes = solve(equations, self._sizes)
         known_sizes = sizes.at({})
@@ -524,7 +524,7 @@ def _settle(
             tensors_present = {tensor: present.at(tensor, index) for tensor in formula.names & family.tensors.keys()}
             return sizes.holds(formula, index, {**tensors_present, **encoding})
 
-        indices = [dict(zip(line.name.axes, position, strict=True)) for line, position in fits]
+        indices = [line.name.index_at(position) for line, position in fits]
         open_fits = [
             fit
             for fit, index in zip(fits, indices, strict=True)
@@ -656,7 +656,7 @@ class _NameReader:
         return _Candidate(line, line.name.numbering(self.known), limits)
 
     def _holds(self, line: Line, index: Index, encoding: str) -> bool | None:
-        return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)), words(encoding))
+        return self.sizes.holds(line.when, line.name.index_at(index), words(encoding))
 
     def ignores(self, name: str) -> bool:
         """Return whether the dialect ignores a name."""

@@ -101,14 +101,15 @@ def simplify(steps: Iterable[Step]) -> AffineSteps:
     """Merge consecutive affine steps into one step, and remove pairs of exp and log."""
     result: list[Step] = []
     for step in steps:
-        before = result[-1] if result else _UNCHANGED
-        if step[0] == AFFINE and result and before[0] == AFFINE:
-            result[-1] = (AFFINE, before[1] * step[1], before[2] * step[1] + step[2])
-        elif result and _INVERSES.get(step[0]) == before[0]:
+        kind, scale, shift = step
+        before_kind, before_scale, before_shift = result[-1] if result else ("", 1.0, 0.0)
+        if kind == before_kind == AFFINE:
+            result[-1] = (AFFINE, before_scale * scale, before_shift * scale + shift)
+        elif _INVERSES.get(kind) == before_kind:
             result.pop()
         else:
             result.append(step)
-        if result and result[-1] == _UNCHANGED:
+        if result[-1:] == [_UNCHANGED]:
             result.pop()
     return tuple(result)
 

@@ -295,6 +295,10 @@ class Name(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Axes whose sizes are needed to split a merged number, as in `{(l e)}`, into indices."""
         return tuple(axis for hole in self.holes for axis in hole.inner)
 
+    def index_at(self, position: Sequence[int]) -> dict[str, int]:
+        """Return axis -> index, for the indices of the name's axes in the order of the name."""
+        return dict(zip(self.axes, position, strict=True))
+
     def numbering(self, sizes: Mapping[str, int]) -> Numbering:
         """Return the conversion between axis indices and the numbers in this name.
 
@@ -390,8 +394,8 @@ def natural(name: str) -> str:
     In the key, each number becomes a mark that sorts before every character, then the count of digits, then the digits.
     Comparing such texts is several times as fast as comparing tuples.
     """
-    middle = name.find(".", len(name) // 2)
-    return _natural(name) if middle < 0 else _natural(name[:middle]) + _natural(name[middle:])
+    middle = max(name.find(".", len(name) // 2), 0)
+    return _natural(name[:middle]) + _natural(name[middle:])
 
 
 @lru_cache(maxsize=1 << 14)

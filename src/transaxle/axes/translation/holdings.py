@@ -425,7 +425,7 @@ def solve_sizes(
             # as packed 4-bit codes, and only its state shows the number of columns.
             if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
                 known_shapes = equations[line.expression]
-                known_shapes[stored[name].shape] = dict(zip(line.name.axes, index, strict=True))
+                known_shapes[stored[name].shape] = line.name.index_at(index)
     known_sizes = sizes.at({})
     return solve(
         equations, sizes.with_solved({axis: count for axis, count in counted.items() if axis not in known_sizes})
@@ -532,7 +532,7 @@ class Holdings:
             # per layer.
             key = id(line), scalar, shape, tuple([None if place is None else position[place] for place in varying])
             if key not in self._filled:
-                index = dict(zip(line.name.axes, position, strict=True))
+                index = line.name.index_at(position)
                 try:
                     self._filled[key] = self._fill(line, expression, name, index, scalar)
                 except TransaxleError as error:

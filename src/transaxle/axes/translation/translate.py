@@ -409,10 +409,10 @@ class _Translator:
         model: _Model | None = None
         alike = self._are_alike(line)
         shared, joined = common_sources(parts, keys), all_joined(parts, keys) if alike else {}
-        index_at, is_recoded = indices(line.name.axes), self.recode is not same
+        index_at = indices(line.name.axes)
         for key, name in self._names(line, slot, possible_keys):
             index = index_at(key)
-            if model and name not in built and not (is_recoded and self.recode(name, model.form) != model.target.form):
+            if model and name not in built and self.recode(name, model.form) == model.target.form:
                 if joined:
                     built[name] = model.target.at(name, index, model.use_parts(index))
                     continue
@@ -509,7 +509,7 @@ class _Translator:
         return family.name_axes & condition.names.union(*tensors)
 
     def _index(self, line: Line, key: Index) -> dict[str, int]:
-        return dict(zip(line.name.axes, key, strict=True))
+        return line.name.index_at(key)
 
     def _names(self, line: Line, slot: str, keys: Collection[Index]) -> Iterator[tuple[Index, str]]:
         """Yield each index with the name of its target tensor; axis sizes are needed only if there is at least one

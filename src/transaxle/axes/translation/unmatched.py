@@ -169,7 +169,7 @@ class AddedTensors:
                     raise unknown_axis(axis, line.text)
             layout, when = line.expression.layout(sizes), self._added[component]
             for position in product(*(range(sizes[axis]) for axis in line.name.axes)):
-                index = dict(zip(line.name.axes, position, strict=True))
+                index = line.name.index_at(position)
                 if self._holdings.holds(when, index) and self._conditions.holds(line, index) is not False:
                     numbers = line.name.numbering(sizes).numbers(position)
                     name = line.name.format(tuple(number or 0 for number in numbers))
@@ -425,7 +425,7 @@ def refuse_contradicted(holdings: Holdings) -> Iterator[Refusal]:
     bound = holdings.bound
     for (line, slot), names in bound.names.items() if bound.unknown else ():
         position, name = next(iter(names.items()))
-        index = dict(zip(line.name.axes, position, strict=True))
+        index = line.name.index_at(position)
         if slot == WEIGHT and line.when is not None and not line.by_form and holdings.holds(line.when, index) is False:
             unread_names = [
                 other

@@ -794,6 +794,6 @@ def _modules(bound: BoundNames, name: str) -> Sequence[str]:
 
 def _exists(bound: BoundNames, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
     """Return whether a model of this config has a table line's tensors, apart from `without`; True without config."""
-    index = dict(zip(line.name.axes, position, strict=True))
+    index = line.name.index_at(position)
     tensors = (bound.family.tensors[part] for part in line.expression.components if part not in without)
     return any(sizes.holds(tensor.when, index) is not False for tensor in tensors)

@@ -361,7 +361,7 @@ class _Tables:
                 hint="Add a `cut` statement that names the axes that tensor parallelism divides.",
             )
         line, position = self._lines[name]
-        index = dict(zip(line.name.axes, position, strict=True))
+        index = line.name.index_at(position)
         try:
             return divide(line.expression, self._cuts, self._sizes.at(index), shards)
         except TransaxleError as error:

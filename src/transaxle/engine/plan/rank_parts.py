@@ -147,7 +147,7 @@ def rank_parts(
         if line.expression.padding:
             continue
         for position, name in names_of_line.items():
-            axis_sizes = {**axes, **sizes.at(dict(zip(line.name.axes, position, strict=True)))}
+            axis_sizes = {**axes, **sizes.at(line.name.index_at(position))}
             key = line, frozenset(axis_sizes.items())
             try:
                 if key not in cached_parts:
@@ -228,7 +228,7 @@ def shares_in_engine(
     cached_parts: dict[tuple[Line, frozenset[tuple[str, int]]], tuple[int, tuple[Intervals, ...]] | None] = {}
     for (line, _), names_of_line in bound.names.items():
         for position, name in names_of_line.items():
-            axis_sizes = {**(axes or {}), **sizes.at(dict(zip(line.name.axes, position, strict=True)))}
+            axis_sizes = {**(axes or {}), **sizes.at(line.name.index_at(position))}
             key = line, frozenset(axis_sizes.items())
             try:
                 if key not in cached_parts:
@@ -287,7 +287,7 @@ def _change_padding(checkpoint: Checkpoint, multiple: int) -> Checkpoint:
         for position, name in names.items() if line.expression.padding else ():
             if name not in entries or len(entries[name].shape) != len(line.expression.dims):
                 continue  # such a tensor has other dims than the rule, as an optimizer's step counter does
-            sizes = checkpoint.sizes.at(dict(zip(line.name.axes, position, strict=True)))
+            sizes = checkpoint.sizes.at(line.name.index_at(position))
             for dim, node in enumerate(line.expression.dims):
                 axes, length = _padding(node, sizes)
                 if len(axes) == 1 and length is not None and axes[0] not in user_axes:
