@@ -106,8 +106,8 @@ def test_the_settings_of_megatron_bridge_are_the_sizes(run: Path, source: Path, 
 
 
 def test_the_settings_of_nemo_are_the_sizes(run: Path, source: Path, tmp_path: Path) -> None:
-    """Its names begin with that of the module that holds the model."""
-    folder = tmp_path / "nemo"
+    """Its names begin with that of the module that holds the model, and its tokenizer is beside the settings."""
+    folder = tmp_path / "nemo/checkpoints/qwen--val_loss=1.25-epoch=0-last"
     shutil.copytree(run / "iter_0000007", folder / "weights")
     items = FileSystemReader(folder / "weights").read_metadata().state_dict_metadata.items()
     tensors = {name: item for name, item in items if isinstance(item, TensorStorageMetadata)}
@@ -121,8 +121,18 @@ def test_the_settings_of_nemo_are_the_sizes(run: Path, source: Path, tmp_path: P
         save({f"module.{name}": value for name, value in state.items()}, storage_writer=writer, no_dist=True)
     (folder / "context").mkdir()
     (folder / "context/model.yaml").write_text(NEMO)
-    tx.convert(folder, tmp_path / "out", to="hf")
-    assert _same(tmp_path / "out", source)
+    (folder / "context/nemo_tokenizer").mkdir()
+    for name in ("tokenizer.json", "special_tokens_map.json", "other.bin"):
+        (folder / "context/nemo_tokenizer" / name).write_text(name)
+    for given, out in ((folder, "out"), (tmp_path / "nemo", "of-run")):
+        tx.convert(given, tmp_path / out, to="hf")
+        assert _same(tmp_path / out, source)
+        assert (tmp_path / out / "tokenizer.json").read_text() == "tokenizer.json"
+        assert (tmp_path / out / "special_tokens_map.json").exists()
+        assert not (tmp_path / out / "other.bin").exists()
+    shutil.rmtree(folder / "context")
+    with pytest.raises(UsageError, match=r"(?s)UNKNOWN_AXIS.*--config"):
+        tx.convert(folder, tmp_path / "no-sizes", to="hf")
 
 
 def test_info_tells_the_run_and_its_vocabulary(

@@ -65,7 +65,7 @@ from transaxle.formats.megatron.flat_buckets import (
     object_name,
     with_state_of_parameters,
 )
-from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, check_backend, check_complete
+from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, WEIGHTS, check_backend, check_complete
 from transaxle.formats.megatron.rank_parameters import has_experts, has_layers
 from transaxle.formats.megatron.run_arguments import (
     LATEST_TRAIN_STATE,
@@ -79,9 +79,9 @@ from transaxle.formats.megatron.run_arguments import (
     with_settings_of_run,
 )
 from transaxle.formats.pickled.descriptors import TensorRef
-from transaxle.formats.registry import HERE, MEGATRON_TRACKER, TORCH_DIST, sort_sidecars
+from transaxle.formats.registry import HERE, MEGATRON_TRACKER, TORCH_DIST, is_for_use, sort_sidecars
 from transaxle.formats.step_parts import move_out
-from transaxle.formats.storage.storage import Storage, SubFolder, layer
+from transaxle.formats.storage.storage import LiftedFiles, Storage, SubFolder, layer
 from transaxle.formats.torch_file.saved import StoredStorage, read_saved
 from transaxle.formats.training_state import (
     GROUPS,
@@ -478,6 +478,8 @@ _STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([A-Za-z_][A-Za-z0
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _WRAPPER = "module."
 """Prefix of tensor names in NeMo 2's checkpoints; NeMo 2 saves a module that wraps the model."""
+_TOKENIZER = "context", "nemo_tokenizer"
+"""Folder beside that of a NeMo checkpoint's tensors, and the folder with the tokenizer in it."""
 _SHARD = "/shard_"
 _NUMBERS_OF_SHARD = re.compile(r"[\d.]+_[\d.]+")
 
@@ -529,7 +531,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     container = with_groups_of_fsdp(container, groups) if groups else with_groups(_with_steps(container, state), state)
     if isinstance(files, SubFolder):
         container = move_out(container, files.below, NumbersInMemory(files.below))
-    return _with_sidecars(container)
+    return _with_sidecars(_with_tokenizer(container, storage, member))
 
 
 class _Items:
@@ -695,6 +697,23 @@ def _without_unknown_state(container: Container) -> Container:
     refusal = Refusal("UNSUPPORTED", message, Where(container.path, unknown[0]), LEAVE_OUT)
     entries = {name: entry for name, entry in container.entries.items() if name not in set(unknown)}
     return replace(container, entries=entries, unread=(*container.unread, refusal))
+
+
+def _with_tokenizer(container: Container, storage: Storage, member: str) -> Container:
+    """Show the tokenizer's files of a NeMo checkpoint in the top folder, so that conversions copy them."""
+    inline = layer(container.storage, NumbersInMemory)
+    if inline is None or member.rpartition("/")[2] != WEIGHTS:
+        return container
+    run = member.removesuffix(WEIGHTS)
+    context, tokenizer = _TOKENIZER
+    if context not in storage.listing(run.rstrip("/")).folders:
+        return container
+    if tokenizer not in storage.listing(f"{run}{context}").folders:
+        return container
+    folder = f"{run}{context}/{tokenizer}"
+    names = [name for name in storage.listing(folder).names if is_for_use(name) and name not in storage.names()]
+    lifted = LiftedFiles(storage, {name: f"{folder}/{name}" for name in names})
+    return replace(container, storage=inline.moved_onto(lifted))
 
 
 def _with_sidecars(container: Container) -> Container:
