@@ -130,9 +130,6 @@ def test_the_settings_of_nemo_are_the_sizes(run: Path, source: Path, tmp_path: P
         assert (tmp_path / out / "tokenizer.json").read_text() == "tokenizer.json"
         assert (tmp_path / out / "special_tokens_map.json").exists()
         assert not (tmp_path / out / "other.bin").exists()
-    shutil.rmtree(folder / "context")
-    with pytest.raises(UsageError, match=r"(?s)UNKNOWN_AXIS.*--config"):
-        tx.convert(folder, tmp_path / "no-sizes", to="hf")
 
 
 def test_info_tells_the_run_and_its_vocabulary(
