@@ -34,7 +34,7 @@ class FsdpRun(NamedTuple):
 
 RUNS = [
     FsdpRun("tied", ""),
-    FsdpRun("three", APART, 3),
+    FsdpRun("three", f"{APART} --global-batch-size 24", 3),
     FsdpRun("biases-tp2", f"{APART} --add-qkv-bias --tensor-model-parallel-size 2"),
     FsdpRun("experts-ep2", f"{APART} {EXPERTS} --expert-model-parallel-size 2"),
 ]
