@@ -432,17 +432,12 @@ class _MergedNumbers:
         merged = [line for line in dialect.lines if line.name.inner]
         known_sizes = sizes.at({}) if merged else {}
         self.lines = frozenset(line for line in merged if not known_sizes.keys() >= set(line.name.inner))
-        self._by_skeleton = {line.name.skeleton for line in self.lines}
 
     def matches(self, name: str) -> bool:
         """Return whether a stored name may match one of the mapping rules with merged numbers."""
         parameter = split_slot(name)[0]
-        bare = parameter[len(self._prefix) :]
-        return (
-            parameter.startswith(self._prefix)
-            and skeleton(bare) in self._by_skeleton
-            and any(line.name.match(bare) is not None for line in self.lines)
-        )
+        bare = parameter.removeprefix(self._prefix)
+        return parameter.startswith(self._prefix) and any(line.name.match(bare) is not None for line in self.lines)
 
     def solve_sizes(self, bound: BoundNames, stored: Mapping[str, Stored], names: Iterable[str]) -> Sizes:
         """Add the sizes that the shapes of all other tensors show.
