@@ -46,6 +46,7 @@ OTHERWISE = {
     "filter": "of modules, or of their parameters too",
     "resume": "of a Trainer, the folder; of a conversion, whether",
     "bias": "whether a layer has one; of a product, the bias itself",
+    "device": "of files of ranks, the type of their mesh; of tensors, where they are",
     "ranks": "names of a job's files, one for each rank; of a group, its ranks",
     "on": "of a conversion, who carries it out; of tensors put together, the ranks that get them",
     "shape": "of a matrix; of a matrix or a stack of them",

@@ -198,7 +198,7 @@ FORMATS = {
     "no module": ("tiny = nowhere:TINY", "", "UNSUPPORTED", "nowhere"),
     "no record": (_POINT, "TINY = 3", "UNSUPPORTED", "is 3"),
     "another name": (_POINT, _torch(name="small"), "UNSUPPORTED", "'small'"),
-    "a name that is taken": ("torch = broken:TINY", _torch(name="torch"), "NAME_COLLISION", "itself"),
+    "a name that is taken": ("torch = broken:TINY", _torch(name="torch"), "NAME_COLLISION", "built-in format"),
     "an ending that is taken": (_POINT, _torch(), "NAME_COLLISION", ".bin"),
     "an ordinary ending": (_POINT, _torch(one_file=(".json",)), "NAME_COLLISION", ".json"),
     "no reader": (_POINT, _torch(one_file=(".tiny",), reader="nowhere:open"), "UNSUPPORTED", "nowhere"),

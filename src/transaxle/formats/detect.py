@@ -96,7 +96,7 @@ _PART_NAMES = re.compile(
 checkpoints, see `step_parts`."""
 _STEP_NAMES = r"checkpoint[-_]\d+|global_step_?\d+|step[-_]\d+|(?:dist_)?epoch_\d+(?:_step_\d+)?|version_\d+"
 _INNER_NAMES = re.compile(
-    rf"{_STEP_NAMES}|checkpoints?|actor|critic|policy|lightning_logs|{_SNAPSHOTS}|transaxle(?:_\d+)?|.+\.ckpt|.+--val_loss=.+"
+    rf"{_STEP_NAMES}|checkpoints?|actor|critic|policy|lightning_logs|{_SNAPSHOTS}|transaxle(?:_\d+)?|.+\.ckpt|.+-{{2}}val_loss=.+"
 )
 """Pattern for the names of folders that trainers make, and that are searched for a checkpoint: folders of steps, of the
 models of reinforcement learning, and of logs."""

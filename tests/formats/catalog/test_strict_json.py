@@ -108,6 +108,7 @@ _READ_ELSEWHERE = {
     "formats/shards.py": "counts keys", "move/journal.py": "our own, with checksums",
     "nn/checkpoint_layouts.py": "what one rank tells the others", "parallel/tensor_parallel.py": "shipped",
     "refit/vllm_refit.py": "answers of an engine, which name no tensors",
+    "engine/plan/rank_parts.py": "shipped",
     "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",
 }  # fmt: skip
 """Modules that may decode JSON by themselves, and why."""

@@ -399,7 +399,7 @@ def test_a_lying_server_is_refused(web: str, lie: str, code: str, said: str, mon
     monkeypatch.setattr(_Web, "lie", lie)
 
     def read() -> None:
-        with pytest.raises(TransaxleError, match=said) as caught, tx.open(f"{web}{WHOLE}") as there:
+        with pytest.raises(TransaxleError, match=said or None) as caught, tx.open(f"{web}{WHOLE}") as there:
             there["w7"].read()
         assert caught.value.code == code
         if "sent more than the" in said or "the server sent" in said or not said:

@@ -138,7 +138,7 @@ def test_vocabulary_padding_of_another_size_needs_the_config(hubs: dict[str, str
     """A folder of DCP does not say which of its 64 rows are vocabulary; a config does."""
     folder = str(tmp_path / "dcp")
     run(2, saved, MODELS["dense"], Degrees(tp=2), hubs["dense"], folder, "dcp:identity")
-    said = r"(?s)embedding.*\[56, 64\] in the model, but \[64, 64\].*give config="
+    said = r"(?s)embedding.*\[56, 64\] in the model, but \[64, 64\].*give a config="
     with pytest.raises(Refused, match=said) as caught:
         run(2, _rows, folder, Degrees(tp=2, padded=56), {"config": {"vocab_size": None}})
     assert {refusal.code for refusal in caught.value.refusals} == {"SHAPE_MISMATCH"}

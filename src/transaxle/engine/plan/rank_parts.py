@@ -38,7 +38,7 @@ from transaxle.engine.plan.training_beside import without_training
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages, refuse
 from transaxle.formats.catalog import ITEM_BITS, Entry, Extent, NumbersInMemory
-from transaxle.formats.registry import VLLM, Format, get_format, writable
+from transaxle.formats.registry import VLLM, VLLM_SHARDED, Format, get_format, writable
 from transaxle.formats.storage.storage import layer
 
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
@@ -70,7 +70,8 @@ def check_degrees(kind: Format, degrees: Degrees | None, label_suffix: str) -> N
     if degrees is None:
         return
     of_fsdp = replace(Degrees(), dp=degrees.dp, device=degrees.device, mesh_dim=degrees.mesh_dim)
-    alternatives = [f"{each}{label_suffix}" for each in writable() if "degrees" in get_format(each).draft_takes]
+    takers = [each for each in writable() if "degrees" in get_format(each).draft_takes]
+    alternatives = [each if each == VLLM_SHARDED.name else f"{each}{label_suffix}" for each in takers]
     if "fsdp" in kind.draft_takes:
         if degrees != of_fsdp:
             message = f"{kind.title} has the parts of FSDP ranks, not of tensor-parallel ranks"

@@ -102,7 +102,7 @@ def test_a_dense_group_on_some_ranks_only_is_refused(copied: Callable[[str], Pat
 
     for rank in (0, 1):
         edit(source / TAG / OPTIM.format(rank), change)
-    assert "is not an expert" in str(refused(source, tmp_path, "UNSUPPORTED"))
+    assert "is no expert" in str(refused(source, tmp_path, "UNSUPPORTED"))
 
 
 def test_a_weight_that_is_in_no_layers_file_is_named(copied: Callable[[str], Path]) -> None:

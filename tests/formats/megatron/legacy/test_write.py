@@ -267,7 +267,7 @@ def test_formats_without_ranks(tmp_path: Path) -> None:
         with pytest.raises(TransaxleError, match=r"has no files for each rank") as caught:
             tx.convert(tmp_path / "hub", tmp_path / "out", to=to, tp=2)
         first, second = f"torch_dist{dialect}", f"megatron_torch{dialect}"
-        assert f'or write --to {first} (to="{first}") or --to {second}.' in str(caught.value)
+        assert f'or write --to {first} (to="{first}") or --to {second} or --to vllm_sharded.' in str(caught.value)
     with pytest.raises(ValueError, match="tp must be"):
         tx.convert(tmp_path / "hub", tmp_path / "out", to="megatron_torch", tp=0)
 
