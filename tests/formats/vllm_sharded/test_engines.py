@@ -51,7 +51,7 @@ class Starter:
         return answers, opened
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.oracle), 2])
 def starter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
     folder = tmp_path_factory.mktemp("engines")
     variables = environment(folder / "site", range(request.param)) | {OPENED: str(folder / "opened")}
@@ -70,7 +70,10 @@ def starter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     process.wait()
 
 
-@pytest.mark.parametrize("name", MODELS)
+# A sweep, but for experts on two ranks: each case starts two engines.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.oracle] * (name != "moe")) for name in MODELS]
+)
 def test_an_engine_starts_from_the_files_of_its_ranks(name: str, starter: Starter, tmp_path: Path) -> None:
     hub, target = Path(source(tmp_path / "hub", MODELS[name])), tmp_path / "sharded"
     truth, read = starter.said(hub, "auto")
