@@ -71,9 +71,7 @@ def starter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 # A sweep, but for experts on two ranks: each case starts two engines.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.oracle] * (name != "moe")) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.oracle] * (name != "moe")) for name in MODELS])
 def test_an_engine_starts_from_the_files_of_its_ranks(name: str, starter: Starter, tmp_path: Path) -> None:
     hub, target = Path(source(tmp_path / "hub", MODELS[name])), tmp_path / "sharded"
     truth, read = starter.said(hub, "auto")
