@@ -465,8 +465,9 @@ def _open_parts(folder: Folder, path: str, matches: Sequence[_Match], choices: _
 
     def open_part(member: str) -> Container:
         if member in folder.names:
-            kind = RANKS if member in sets else TORCH
-            return kind.open(None, folder.storage, path, member)
+            if member in sets:
+                return RANKS.open(None, folder.storage, path, member, ranks=choices.options.get("ranks"))
+            return TORCH.open(None, folder.storage, path, member)
         part_choices = choices._replace(searched="") if member in parts else _Choices()
         return in_part(member, path, lambda: _open(SubFolder(folder.storage, member), path, part_choices))
 

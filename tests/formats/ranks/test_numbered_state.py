@@ -75,9 +75,9 @@ def save(
     return folder
 
 
-def check(folder: Path, names: Sequence[str]) -> None:
+def check(folder: Path, names: Sequence[str], template: str | None = None) -> None:
     """Check that each parameter has its own state, and no other parameter has any."""
-    with tx.open(folder, optimizer=True) as checkpoint:
+    with tx.open(folder, optimizer=True, ranks=template) as checkpoint:
         expected = {f"optim/{name}/{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
         assert {name for name in checkpoint if name.startswith("optim/")} == expected
         for name in names:
@@ -92,6 +92,14 @@ def test_a_model_of_no_family_with_buffers(tmp_path: Path, groups: list[list[str
     check(save(tmp_path / "step", groups), [*SHAPES])
     with tx.open(tmp_path / "step", optimizer=True) as checkpoint:
         assert [group["params"] for group in checkpoint.metadata["param_groups"]] == groups
+
+
+@pytest.mark.parametrize("word", ["optim", "optimizer"])
+def test_state_in_files_that_the_user_names(tmp_path: Path, word: str) -> None:
+    folder = save(tmp_path / "step", [[*SHAPES]])
+    for path in [*folder.iterdir()]:
+        path.rename(folder / path.name.replace("optim", word).replace(f"_world_size_{WORLD}_rank_", "-"))
+    check(folder, [*SHAPES], "model-{}.pt")
 
 
 def test_tied_weights_count_once(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from transaxle.errors import refuse
 
-_WORLD = re.compile(r"(?P<stem>.*?)world_size_\d+_rank_\d+(?P<end>\.\w+)")
+_VERL = "model_world_size_{world}_rank_{rank}.pt"
+"""Template for the names of the model's files that verl and related programs save."""
 _SHOWN = 6
 GATHER = "Copy the missing files; where each machine wrote to its own disk, gather the files in one folder first."
 ALL_FILES = "Give the folder with the files of all ranks."
@@ -47,44 +48,49 @@ def rank_sets(names: Sequence[str], template: str | None) -> RankSets:
 
     Args:
         names: names of files.
-        template: the user's template for the names of the model's files. The names of the optimizer's files are the
-            same, with `optim` or `optimizer` instead of `model`.
+        template: the user's template for the names of the model's files; None means verl's names. The names of the
+            optimizer's files are the same, with `optim` or `optimizer` instead of `model`.
     """
-    model = template or "model_world_size_{world}_rank_{rank}.pt"
 
     def first(*words: str) -> str:
-        for word in words if _MODEL in model else ():
-            pattern = names_like("", model.replace(_MODEL, word, 1))
+        for word in words:
+            pattern = _pattern(template, word)
             if matches := [name for name in names if pattern.fullmatch(name)]:
                 return min(matches)
         return ""
 
-    pattern = names_like("", model)
-    return RankSets(min(filter(pattern.fullmatch, names), default=""), first(*_OPTIMIZERS), first(*_OTHERS))
+    if template is not None and _MODEL not in template:
+        return RankSets(first(_MODEL), "", "")
+    return RankSets(first(_MODEL), first(*_OPTIMIZERS), first(*_OTHERS))
 
 
 def names_like(member: str, template: str | None) -> re.Pattern[str]:
-    """Return a pattern that matches the names of all ranks' files. Its group `rank` is the rank; a group `world` is the
-    number of ranks, if the names contain it.
+    """Return a pattern that matches the names of all ranks' files of a set. Its group `rank` is the rank; a group
+    `world` is the number of ranks, if the names contain it.
 
     Args:
-        member: name of one of the files.
-        template: the user's template for the names, in which `{}` or `{rank}` stands for the rank, and `{world}` for
-            the number of ranks.
+        member: name of one of the files of the set.
+        template: the user's template for the names of the model's files; see `rank_sets`.
+
+    Raises:
+        Refused: with the code UNSUPPORTED if no set has files with this name.
     """
-    if template is not None:
-        text = (
-            re.escape(template)
-            .replace(re.escape("{}"), r"(?P<rank>\d+)")
-            .replace(re.escape("{rank}"), r"(?P<rank>\d+)")
-        )
-        return re.compile(text.replace(re.escape("{world}"), r"(?P<world>\d+)"))
-    match = _WORLD.fullmatch(member)
-    if match is None:
-        raise refuse("UNSUPPORTED", "its name does not say which rank wrote it", file=member, hint=_TEMPLATE)
-    return re.compile(
-        rf"{re.escape(match['stem'])}world_size_(?P<world>\d+)_rank_(?P<rank>\d+){re.escape(match['end'])}"
-    )
+    for word in (_MODEL, *_OPTIMIZERS, *_OTHERS):
+        pattern = _pattern(template, word)
+        if pattern.fullmatch(member):
+            return pattern
+    raise refuse("UNSUPPORTED", "its name does not say which rank wrote it", file=member, hint=_TEMPLATE)
+
+
+def _pattern(template: str | None, word: str) -> re.Pattern[str]:
+    """Return the pattern of the names in a set of rank files, whose names have `word` instead of `model`.
+
+    In the template, `{}` or `{rank}` stands for the rank, and `{world}` for the number of ranks.
+    """
+    text = re.escape((template or _VERL).replace(_MODEL, word, 1))
+    for place, group in (("{}", "rank"), ("{rank}", "rank"), ("{world}", "world")):
+        text = text.replace(re.escape(place), rf"(?P<{group}>\d+)")
+    return re.compile(text)
 
 
 def rank_files(names: Sequence[str], template: re.Pattern[str]) -> dict[int, str]:
