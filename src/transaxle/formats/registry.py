@@ -377,6 +377,8 @@ TORCH = Format(
 
 RANK_NAMES = r"(?:model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"
 """Pattern for the names that verl and related programs give to the files of ranks."""
+FSDP_CONFIG = "fsdp_config.json"
+"""File in which verl stores the version of FSDP and the number of ranks."""
 RANKS = Format(
     name="ranks",
     title="a folder with one torch file for each rank",
@@ -387,7 +389,7 @@ RANKS = Format(
     draft_takes=frozenset({"groups", "in_order", "fsdp", "whole", "training", "training_paths"}),
     model_folder="huggingface",
     files=RANK_NAMES,
-    sidecars=frozenset({"fsdp_config.json"}),
+    sidecars=frozenset({FSDP_CONFIG}),
 )
 
 DCP_METADATA = ".metadata"

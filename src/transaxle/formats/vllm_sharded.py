@@ -18,26 +18,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from transaxle.arguments import Degrees
-from transaxle.axes.geometry import Intervals
+from transaxle.axes.geometry import Intervals, count_positions, whole
+from transaxle.axes.layout.divide import Shares, SharesByName
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import PACKED, Container, Draft, Entry, Extent, Fragment, Shape, Spec, Twin
 from transaxle.formats.deepspeed.rank_files import RankShard, block_extents, merge_shards
-from transaxle.formats.deepspeed.spread import ShardBlock, Spread
+from transaxle.formats.deepspeed.spread import ShardBlock, Spread, blocks_at
 from transaxle.formats.registry import VLLM_FILE, VLLM_SHARDED, sort_sidecars
 from transaxle.formats.safetensors import Header, lay_out_file, read_header, size_of
 from transaxle.formats.shards import Sized, refuse_many, split
 from transaxle.formats.storage.storage import NotJsonError, Storage, parse_json_as
 
-Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
-"""Tensor name -> the dim that is cut, and the intervals of each rank along it; None for a tensor that every rank has
-whole."""
 _NAME = re.compile(VLLM_FILE)
 _NOTE = "transaxle.rank"
 """Key in a header's metadata of the note about the rank's parts."""
@@ -47,6 +45,7 @@ _OWN = (
     "Convert the folder from which vLLM read the model. Folders of sharded state that vLLM saved are not read, because "
     "vLLM packs weights for its kernels before it saves them."
 )
+_DECODE = "Decode it to values:  --decode bf16."
 _AGAIN = "Copy the folder again, with the files of all ranks, or write it anew."
 
 
@@ -80,7 +79,7 @@ def draft(
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
     degrees: Degrees | None = None,
-    parts: Parts | None = None,
+    parts: SharesByName | None = None,
     names: Mapping[str, str] | None = None,
     ones: Sequence[str] = (),
 ) -> Draft:
@@ -136,7 +135,7 @@ class _Pieces(msgspec.Struct, frozen=True):
     """For each rank, the shape of its part."""
 
 
-def _pieces(spec: Spec, part: tuple[int, tuple[Intervals, ...]] | None, ranks: int) -> _Pieces:
+def _pieces(spec: Spec, part: Shares | None, ranks: int) -> _Pieces:
     """Return how a tensor is cut.
 
     Raises:
@@ -144,8 +143,9 @@ def _pieces(spec: Spec, part: tuple[int, tuple[Intervals, ...]] | None, ranks: i
             that no rank has.
     """
     if part is None:
-        whole = ShardBlock((0,) * len(spec.shape), (0,) * len(spec.shape), spec.shape)
-        return _Pieces(0, None, tuple(((whole, rank > 0),) for rank in range(ranks)), (spec.shape,) * ranks)
+        boxes = blocks_at(_positions(spec.shape, 0, None))
+        blocks_of_ranks = tuple(tuple((box, rank > 0) for box in boxes) for rank in range(ranks))
+        return _Pieces(0, None, blocks_of_ranks, (spec.shape,) * ranks)
     if spec.dtype in PACKED:
         raise refuse("UNSUPPORTED", f"{spec.dtype} elements are not cut over ranks", tensor=spec.name, hint=_DECODE)
     dim, positions = part
@@ -153,17 +153,15 @@ def _pieces(spec: Spec, part: tuple[int, tuple[Intervals, ...]] | None, ranks: i
     covered: set[tuple[int, int]] = set()
     blocks = []
     for rank_intervals in intervals:
-        blocks.append(tuple(_blocks(spec.shape, dim, rank_intervals, covered)))
+        boxes = blocks_at(_positions(spec.shape, dim, rank_intervals))
+        blocks.append(tuple((box, (box.start[dim], box.start[dim] + box.shape[dim]) in covered) for box in boxes))
         covered.update(rank_intervals)
-    if sum(stop - start for start, stop in covered) != spec.shape[dim]:
+    if count_positions(tuple(covered)) != spec.shape[dim]:
         message = f"the cuts of the dialect give no rank some of the {spec.shape[dim]} indices of dim {dim}"
         raise refuse("UNSUPPORTED", message, tensor=spec.name, hint="Write another number of ranks (--tp).")
-    counts = [sum(stop - start for start, stop in each) for each in intervals]
+    counts = map(count_positions, intervals)
     shapes = tuple((*spec.shape[:dim], count, *spec.shape[dim + 1 :]) for count in counts)
     return _Pieces(dim, intervals, tuple(blocks), shapes)
-
-
-_DECODE = "Decode it to values:  --decode bf16."
 
 
 def _split_alike(positions: Sequence[Intervals]) -> tuple[Intervals, ...]:
@@ -180,17 +178,12 @@ def _split_alike(positions: Sequence[Intervals]) -> tuple[Intervals, ...]:
     )
 
 
-def _blocks(
-    shape: Shape, dim: int, intervals: Intervals, covered: set[tuple[int, int]]
-) -> Iterator[tuple[ShardBlock, bool]]:
-    """Yield the boxes of one rank's intervals, each with whether its interval is covered already."""
-    at = 0
-    for start, stop in intervals:
-        first, local = ([0] * len(shape) for _ in range(2))
-        first[dim], local[dim] = start, at
-        box = (*shape[:dim], stop - start, *shape[dim + 1 :])
-        yield ShardBlock(tuple(first), tuple(local), box), (start, stop) in covered
-        at += stop - start
+def _positions(shape: Shape, dim: int, intervals: Intervals | None) -> list[Intervals]:
+    """Return the intervals of each dim that a rank has, given those of the dim that is cut; None means all of it."""
+    positions = [*map(whole, shape)]
+    if intervals is not None:
+        positions[dim] = intervals
+    return positions
 
 
 _FileLayout = tuple[dict[str, Entry], list[Fragment], int]
@@ -249,8 +242,8 @@ def _lay_out_rank(
         tensors_here = {spec.name: parts[spec.name] for spec, _ in shard if spec.name in parts}
         note = msgspec.json.encode(_Note(ranks, len(shards), tensors_here)).decode()
         entries, fragments, size = lay_out_file(file, shard, {**metadata, _NOTE: note})
-        numbers = [Fragment(file, each.extents[0].offset, _ONE) for each in entries if each.name not in parts]
-        local_entries = {parts[each.name].name: each for each in entries if each.name in parts}
+        numbers = [Fragment(file, entry.extents[0].offset, _ONE) for entry in entries if entry.name not in parts]
+        local_entries = {parts[entry.name].name: entry for entry in entries if entry.name in parts}
         layouts[file] = local_entries, [*fragments, *numbers], size
     return layouts
 
@@ -327,7 +320,7 @@ def _local_shape(part: _Part) -> Shape | None:
     length = part.shape[part.dim]
     if not all(0 <= start < stop <= length for start, stop in part.intervals):
         return None
-    count = sum(stop - start for start, stop in part.intervals)
+    count = count_positions(part.intervals)
     return (*part.shape[: part.dim], count, *part.shape[part.dim + 1 :])
 
 
@@ -394,13 +387,7 @@ def _join_one(name: str, of_ranks: Sequence[tuple[str, _Part, Entry]]) -> tuple[
         if tuple(part.shape) != shape or (part.dim, part.intervals is None) != (first.dim, first.intervals is None):
             message = f"the shape is {part.shape} here, and {first.shape} in {of_ranks[0][0]}"
             raise refuse("CORRUPT", message, file=file, tensor=name, hint=_AGAIN)
-        whole = ShardBlock((0,) * len(shape), (0,) * len(shape), shape)
-        boxes = [whole] if part.intervals is None else _boxes(shape, part)
-        blocks.append(tuple(box for box in boxes if box.size))
+        intervals = None if part.intervals is None else tuple(part.intervals)
+        blocks.append(blocks_at(_positions(shape, part.dim, intervals)))
     shards = [RankShard(entry.dtype, entry.shape, entry.extents, file) for file, _, entry in of_ranks]
     return merge_shards(name, shards, Spread(shape, tuple(shard.shape for shard in shards), tuple(blocks)))
-
-
-def _boxes(shape: Shape, part: _Part) -> list[ShardBlock]:
-    assert part.intervals is not None  # the caller has checked it
-    return [block for block, _ in _blocks(shape, part.dim, tuple(part.intervals), set())]

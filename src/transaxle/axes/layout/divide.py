@@ -36,6 +36,8 @@ Shares = tuple[int, tuple[Intervals, ...]]
 """`(dim, positions)`: the index of the dim that is cut, and the positions along the dim that each rank has, in local
 order.
 """
+SharesByName = Mapping[str, Shares | None]
+"""Tensor name -> how ranks share out the tensor; None means that every rank has the whole tensor."""
 _APART = "'"
 """Suffix that marks the axes of logical tensors that a `cut` statement does not name, so that these axes are
 not cut.

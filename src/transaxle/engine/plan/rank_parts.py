@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pkgutil import get_data
@@ -26,11 +26,11 @@ from typing import Any
 import msgspec
 
 from transaxle.arguments import Degrees
-from transaxle.axes.geometry import Intervals, axes_in, row_major
+from transaxle.axes.geometry import axes_in, row_major
 from transaxle.axes.layout.bind import bind, split_slot
-from transaxle.axes.layout.divide import rank_shares, share_out
+from transaxle.axes.layout.divide import Shares, SharesByName, rank_shares, share_out
 from transaxle.axes.layout.relayout import unknown
-from transaxle.axes.notation.expression import PADDING, Node, Sum, size
+from transaxle.axes.notation.expression import PADDING, Expression, Node, Sum, size
 from transaxle.axes.notation.family import Family, Line, Sizes
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
@@ -41,10 +41,6 @@ from transaxle.formats.catalog import ITEM_BITS, Entry, Extent, NumbersInMemory
 from transaxle.formats.registry import VLLM, VLLM_SHARDED, Format, get_format, writable
 from transaxle.formats.storage.storage import layer
 
-Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
-"""Parameter name -> the dim that is divided among tensor-parallel ranks, and the index ranges of each rank; None means
-that every rank has the whole parameter.
-"""
 _TP = "tp"
 RANKS = "tensor_parallel_size"
 """Config key for the number of tensor-parallel ranks, which some formulas in tables need."""
@@ -126,7 +122,7 @@ def rank_parts(
     ranks: int,
     axes: Mapping[str, int],
     problems: list[Refusal],
-) -> Parts:
+) -> SharesByName:
     """Return which shard of each parameter each tensor-parallel rank holds.
 
     Args:
@@ -142,23 +138,43 @@ def rank_parts(
     parameters = tuple(dict.fromkeys(split_slot(name)[0] for name in names))
     bound = bind(parameters, family, pick_dialect(family, dialect), sizes)
     cuts = tuple(cut for cut in family.cuts if cut.mesh == _TP)
-    parts: dict[str, tuple[int, tuple[Intervals, ...]] | None] = {}
-    cached_parts: dict[tuple[Line, frozenset[tuple[str, int]]], tuple[int, tuple[Intervals, ...]] | None] = {}
-    for (line, _), names_of_line in bound.names.items():
-        if line.expression.padding:
-            continue
+
+    def cut_of(expression: Expression, axis_sizes: Mapping[str, int]) -> Shares | None:
+        return share_out(expression, cuts, axis_sizes, ranks)
+
+    lines = [(line, names_of_line) for (line, _), names_of_line in bound.names.items() if not line.expression.padding]
+    return _cut_lines(lines, sizes, axes, cut_of, problems)
+
+
+def _cut_lines(
+    lines: Sequence[tuple[Line, Mapping[tuple[int, ...], str]]],
+    sizes: Sizes,
+    axes: Mapping[str, int],
+    cut_of: Callable[[Expression, Mapping[str, int]], Shares | None],
+    problems: list[Refusal],
+) -> dict[str, Shares | None]:
+    """Return how ranks share out the parameters of mapping rules; tensors of one rule and equal sizes are cut once.
+
+    Args:
+        lines: each mapping rule, with the names of its parameters by the indices in the names.
+        sizes: axis sizes of the model.
+        axes: axis -> size, for axes whose size `sizes` does not know.
+        cut_of: function that cuts a layout with given axis sizes, or raises a `TransaxleError`.
+        problems: list to which refusals of parameters that cannot be divided evenly are added.
+    """
+    parts: dict[str, Shares | None] = {}
+    cached_parts: dict[tuple[Line, frozenset[tuple[str, int]]], Shares | None] = {}
+    for line, names_of_line in lines:
         for position, name in names_of_line.items():
             axis_sizes = {**axes, **sizes.at(line.name.index_at(position))}
             key = line, frozenset(axis_sizes.items())
             try:
                 if key not in cached_parts:
-                    cached_parts[key] = share_out(line.expression, cuts, axis_sizes, ranks)
+                    cached_parts[key] = cut_of(line.expression, axis_sizes)
                 parts[name] = cached_parts[key]
             except TransaxleError as error:
                 parts[name] = None  # treated as whole on every rank, so that the parameter gets only one refusal
-                problems.extend(
-                    Refusal(each.code, each.message, Where(None, name), each.hint) for each in error.refusals
-                )
+                problems.extend(replace(refusal, where=Where(None, name)) for refusal in error.refusals)
     return parts
 
 
@@ -173,7 +189,7 @@ def config_for_ranks(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
 
 def engine_parts(
     family: Family, dialect: str, config: Mapping[str, Any], names: Collection[str], *, tp: int, ep: int = 1
-) -> Parts:
+) -> SharesByName:
     """Return which shard of each parameter each rank of an inference engine holds.
 
     Args:
@@ -206,7 +222,7 @@ def shares_in_engine(
     *,
     tp: int,
     ep: int = 1,
-) -> Parts:
+) -> SharesByName:
     """Return which shard of each parameter each rank of an inference engine holds.
 
     Args:
@@ -225,19 +241,12 @@ def shares_in_engine(
     family = sizes.family
     label = pick_dialect(family, dialect)
     bound = bind(tuple(names), family, label, sizes)
-    parts: dict[str, tuple[int, tuple[Intervals, ...]] | None] = {}
-    cached_parts: dict[tuple[Line, frozenset[tuple[str, int]]], tuple[int, tuple[Intervals, ...]] | None] = {}
-    for (line, _), names_of_line in bound.names.items():
-        for position, name in names_of_line.items():
-            axis_sizes = {**(axes or {}), **sizes.at(line.name.index_at(position))}
-            key = line, frozenset(axis_sizes.items())
-            try:
-                if key not in cached_parts:
-                    cached_parts[key] = rank_shares(line.expression, family, label.name, axis_sizes, tp=tp, ep=ep)
-                parts[name] = cached_parts[key]
-            except TransaxleError as error:
-                problems.extend(replace(each, where=Where(None, name)) for each in error.refusals)
-    return parts
+
+    def cut_of(expression: Expression, axis_sizes: Mapping[str, int]) -> Shares | None:
+        return rank_shares(expression, family, label.name, axis_sizes, tp=tp, ep=ep)
+
+    lines = [(line, names_of_line) for (line, _), names_of_line in bound.names.items()]
+    return _cut_lines(lines, sizes, axes or {}, cut_of, problems)
 
 
 def pad_for_ranks(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Checkpoint:

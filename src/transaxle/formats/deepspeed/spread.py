@@ -31,6 +31,7 @@ from typing import Any
 
 from transaxle.axes.geometry import (
     ChunkRule,
+    Intervals,
     MeshCut,
     PerComponent,
     Piece,
@@ -128,18 +129,22 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
     shards, blocks = [], []
     for rank in range(ranks):
         positions = place(shape, [MeshCut(dim, ranks, rank, rule)])
-        shards.append(tuple(count_positions(intervals) for intervals in positions))
-        blocks_of_rank = []
-        for intervals in product(*(_shard_offsets(intervals_of_dim) for intervals_of_dim in positions)):
-            block = ShardBlock(
-                tuple(first for first, _, _ in intervals),
-                tuple(at for _, _, at in intervals),
-                tuple(last - first for first, last, _ in intervals),
-            )
-            if block.size:
-                blocks_of_rank.append(block)
-        blocks.append(tuple(blocks_of_rank))
+        shards.append(tuple(map(count_positions, positions)))
+        blocks.append(blocks_at(positions))
     return Spread(shape, tuple(shards), tuple(blocks))
+
+
+def blocks_at(positions: Sequence[Intervals]) -> tuple[ShardBlock, ...]:
+    """Return the non-empty boxes of a shard that has these intervals of each dim of a parameter."""
+    blocks = (
+        ShardBlock(
+            tuple(first for first, _, _ in intervals),
+            tuple(at for _, _, at in intervals),
+            tuple(last - first for first, last, _ in intervals),
+        )
+        for intervals in product(*map(_shard_offsets, positions))
+    )
+    return tuple(block for block in blocks if block.size)
 
 
 def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread:

@@ -29,11 +29,10 @@ from transaxle.errors import Faults
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Shape, Spec, elements_shape, nbytes
 from transaxle.formats.flattened_state import Nesting, nest_state, optimizer_path
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object, OrderedMap, Shared, TensorRef
-from transaxle.formats.registry import RANKS
+from transaxle.formats.registry import FSDP_CONFIG, RANKS
 from transaxle.formats.torch_file.draft import lay_out_value, reference, settings_to_save, tensor_size
 from transaxle.formats.training_state import GROUPS, NAMES, PARAMS, KeyPath, ParamGroup, join_path
 
-_FSDP_CONFIG = "fsdp_config.json"
 _VERSION = 2
 """Version of FSDP whose files these are."""
 _DTYPES = {code: DType(name) for name, code in CODES.items()}
@@ -127,7 +126,7 @@ def draft(
             drafted.add_optimizer(rank, sets.optimizer, numbering)
         if sets.extra or training:
             drafted.add_extra(rank, sets.extra, training_paths, training)
-    drafted.add(_FSDP_CONFIG, json.dumps({"FSDP_version": _VERSION, "world_size": fsdp.dp}, indent=4).encode())
+    drafted.add(FSDP_CONFIG, json.dumps({"FSDP_version": _VERSION, "world_size": fsdp.dp}, indent=4).encode())
     notes = (*_buffer_notes(plain, whole, fsdp), *numbering.notes)
     return drafted.draft(tensors, (*notes, _mesh_note(fsdp)))
 

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple
 
-from transaxle.axes.geometry import ChunkRule, Interval, MeshCut, Replicated, Shard, StridedShard, place
+from transaxle.axes.geometry import ChunkRule, MeshCut, Replicated, Shard, StridedShard, count_positions, place, whole
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Entry, Shape, elements_shape
-from transaxle.formats.deepspeed.spread import ShardBlock
+from transaxle.formats.deepspeed.spread import ShardBlock, blocks_at
 from transaxle.formats.pickled.builders import MAX_DIMS
 from transaxle.formats.pickled.descriptors import NOTHING, DType, Object, TensorRef
 from transaxle.formats.ranks.names import ONE_SAVE
@@ -158,8 +157,7 @@ class RankTensorReader:
             self._check_group(value)
             return _read_sharded(name, value, self.file)
         entry = _local(name, value, self.file)
-        whole = ShardBlock((0,) * len(entry.shape), (0,) * len(entry.shape), entry.shape)
-        return RankTensor(entry, entry.shape, (whole,) if whole.size else (), is_whole=True, spread=WHOLE)
+        return RankTensor(entry, entry.shape, blocks_at([*map(whole, entry.shape)]), is_whole=True, spread=WHOLE)
 
     def _read_dtensor(self, name: str, value: Any) -> RankTensor:
         state = attributes(value)
@@ -179,11 +177,11 @@ class RankTensorReader:
             positions = place(shape, applied)
         except TransaxleError as error:
             raise ViewFault("CORRUPT", error.refusals[0].message) from None
-        local = tuple(sum(stop - start for start, stop in intervals) for intervals in positions)
+        local = tuple(map(count_positions, positions))
         if local != entry.shape:
             message = f"by its placements, rank {self.rank} has {list(local)} of {list(shape)}"
             raise ViewFault("CORRUPT", f"{message}; its file has {list(entry.shape)}")
-        return RankTensor(entry, shape, tuple(_blocks(positions)), mesh_ranks, spread=self._spread(mesh, cuts))
+        return RankTensor(entry, shape, blocks_at(positions), mesh_ranks, spread=self._spread(mesh, cuts))
 
     def _spread(self, mesh: Mesh, cuts: Sequence[Cut]) -> Hashable:
         """Return how a tensor is shared; tensors that are shared alike get one object."""
@@ -290,25 +288,6 @@ def _local(name: str, value: object, file: str) -> Entry:
     if repeated:
         raise ViewFault("CORRUPT", "the strides of its local tensor use elements more than once")
     return entry
-
-
-def _blocks(positions: Sequence[Sequence[Interval]]) -> list[ShardBlock]:
-    """Return the boxes that a local tensor consists of, given the intervals of the whole tensor that it has along each
-    dim.
-    """
-    offsets = []
-    for intervals in positions:
-        starts = accumulate((stop - start for start, stop in intervals), initial=0)
-        offsets.append([(*interval, at) for interval, at in zip(intervals, starts, strict=False)])
-    blocks = (
-        ShardBlock(
-            tuple(start for start, _, _ in box),
-            tuple(at for _, _, at in box),
-            tuple(stop - start for start, stop, _ in box),
-        )
-        for box in product(*offsets)
-    )
-    return [block for block in blocks if block.size]
 
 
 def _cuts(spec: Mapping[str, Any], mesh: Mesh, dims: int) -> tuple[Cut, ...]:

@@ -33,18 +33,18 @@ from transaxle.formats.catalog import (
     NumbersInMemory,
     Shape,
     Twin,
-    number,
     numpy_dtype,
 )
 from transaxle.formats.dcp.chunk_tiling import check_tiling
 from transaxle.formats.deepspeed.rank_files import RankShard, block_extents
 from transaxle.formats.deepspeed.spread import ShardBlock
 from transaxle.formats.flattened_state import Odd, flatten
-from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
+from transaxle.formats.pickled.descriptors import Quantized, TensorRef
 from transaxle.formats.ranks.names import ALL_FILES, GATHER, ONE_SAVE, names_like, rank_files
 from transaxle.formats.ranks.rank_tensors import MAX_RANKS, WHOLE, RankTensor, RankTensorReader
-from transaxle.formats.registry import RANKS, sort_sidecars
+from transaxle.formats.registry import FSDP_CONFIG, RANKS, sort_sidecars
 from transaxle.formats.storage.storage import NotJsonError, Storage, parse_json
+from transaxle.formats.torch_file.reader import number_entry, read_setting
 from transaxle.formats.torch_file.saved import ViewFault, place, read_saved
 from transaxle.formats.training_state import (
     GROUPS,
@@ -54,7 +54,6 @@ from transaxle.formats.training_state import (
     State,
     TrainingItem,
     arrange,
-    single,
     tops,
 )
 
@@ -66,8 +65,6 @@ _NAMED_STATE = (
     "name its parameters. To do without its state: --no-optimizer (optimizer=False)."
 )
 _INTEGERS = ("I32", "I64")
-_FSDP_CONFIG = "fsdp_config.json"
-"""File in which verl notes the version of FSDP and the number of ranks."""
 _LONGEST_CONFIG = 1 << 20
 _LONGEST_MESH = 8 << 20
 """Largest size in bytes of a device mesh."""
@@ -152,16 +149,16 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
 
 def _check_fsdp_config(storage: Storage, count: int) -> None:
     """Refuse rank files of another number than verl's fsdp_config.json beside them gives, if there is one."""
-    if _FSDP_CONFIG not in storage.listing().names:
+    if FSDP_CONFIG not in storage.listing().names:
         return
     try:
-        settings = parse_json(storage.read(_FSDP_CONFIG, 0, min(storage.size(_FSDP_CONFIG), _LONGEST_CONFIG)))
+        settings = parse_json(storage.read(FSDP_CONFIG, 0, min(storage.size(FSDP_CONFIG), _LONGEST_CONFIG)))
     except NotJsonError as error:
-        raise refuse("CORRUPT", f"it is not JSON: {error}", file=_FSDP_CONFIG) from None
+        raise refuse("CORRUPT", f"it is not JSON: {error}", file=FSDP_CONFIG) from None
     world = settings.get("world_size") if isinstance(settings, dict) else None
     if type(world) is int and world != count:
         message = f"the job had {world} ranks, and there are files of {count}"
-        raise refuse("CORRUPT", message, file=_FSDP_CONFIG, hint=ONE_SAVE)
+        raise refuse("CORRUPT", message, file=FSDP_CONFIG, hint=ONE_SAVE)
 
 
 def _read_file(inline: NumbersInMemory, reader: RankTensorReader) -> _RankFile:
@@ -171,13 +168,14 @@ def _read_file(inline: NumbersInMemory, reader: RankTensorReader) -> _RankFile:
     leaves = flatten(saved.value, file)
     if not leaves and not isinstance(saved.value, dict | list | tuple):
         raise refuse("UNSUPPORTED", "the file holds neither tensors nor training state", file=file)
-    state = arrange(leaves, file=file, read=partial(_setting, inline, file))
+    state = arrange(leaves, file=file, read=partial(read_setting, inline, file))
     tensors: dict[str, RankTensor] = {}
     faults = Faults()
     for name, leaf in state.leaves.items():
         try:
             if leaf.kind == "number":
-                tensors[name] = _whole_number(name, leaf.value, inline)
+                entry = number_entry(name, leaf.value, inline)
+                tensors[name] = RankTensor(entry, (), (ShardBlock((), (), ()),), is_whole=True, spread=WHOLE)
             elif any(isinstance(key, Odd) for key in leaf.path):
                 raise ViewFault("UNSUPPORTED", f"its key is not text: {list(leaf.path)}")
             elif isinstance(leaf.value, Quantized):
@@ -191,24 +189,6 @@ def _read_file(inline: NumbersInMemory, reader: RankTensorReader) -> _RankFile:
     if faults:
         raise faults.error()
     return _RankFile(reader.rank, file, tensors, replace(state, leaves={}), saved.checksums)
-
-
-def _whole_number(name: str, value: Any, inline: NumbersInMemory) -> RankTensor:
-    code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
-    assert code_and_bytes is not None
-    code, data = code_and_bytes
-    return RankTensor(
-        Entry(name, code, (), (inline.add(data),)), (), (ShardBlock((), (), ()),), is_whole=True, spread=WHOLE
-    )
-
-
-def _setting(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
-    """Read a tensor without dims as a plain number; see `training_state.arrange`."""
-    try:
-        entry, _ = place("", value, file)
-    except ViewFault:
-        return NOTHING
-    return single(inline, entry)
 
 
 def _ranks(inline: NumbersInMemory, file: str, value: object) -> Sequence[int]:

@@ -105,13 +105,13 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
     leaves = flatten(saved.value, file)
     if not leaves and not isinstance(saved.value, dict | list | tuple):
         raise refuse("UNSUPPORTED", "the file holds neither tensors nor training state", file=file)
-    state = arrange(leaves, file=file, read=partial(_single, inline, file))
+    state = arrange(leaves, file=file, read=partial(read_setting, inline, file))
     tensors = _TensorCollector(file)
     layouts = tensors.layouts(state.leaves)
     is_old = any(quantized_layout.kind.is_old for quantized_layout in layouts.values())
     for name, leaf in state.leaves.items():
         if leaf.kind == "number":
-            tensors.entries[name] = _number(name, leaf.value, inline)
+            tensors.entries[name] = number_entry(name, leaf.value, inline)
         elif any(isinstance(key, Odd) for key in leaf.path):
             tensors.faults.add("UNSUPPORTED", f"its key is not text: {list(leaf.path)}", file, name)
         elif name in layouts:
@@ -208,7 +208,7 @@ class _TensorCollector:
         self.faults.add(fault.code, fault.message, self._file, name, fault.hint)
 
 
-def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
+def read_setting(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
     """Read a tensor without dims as a plain number; see `training_state.arrange`."""
     try:
         entry, _ = place("", value, file)
@@ -217,7 +217,8 @@ def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> ob
     return single(inline, entry)
 
 
-def _number(name: str, value: Scalar | float | bool, inline: NumbersInMemory) -> Entry:
+def number_entry(name: str, value: Scalar | float | bool, inline: NumbersInMemory) -> Entry:
+    """Return a plain number in a pickle as a tensor without dims."""
     code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
     assert code_and_bytes is not None
     code, data = code_and_bytes

@@ -24,6 +24,7 @@ import numpy as np
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry import Intervals, row_major
 from transaxle.axes.layout.bind import split_slot
+from transaxle.axes.layout.divide import SharesByName
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog import (
     ITEM_BITS,
@@ -306,9 +307,6 @@ def _other_names(name: str) -> Iterator[str]:
         yield f"{expert[1]}local_experts.{expert[4]}.{expert[2]}{expert[3]}"
 
 
-Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
-"""Parameter name -> (index of the cut dim, intervals of each tensor-parallel rank along this dim); None for a
-replicated parameter."""
 _GLOBAL_STEPS = "global_steps"
 _EXPERT_GROUP = "is_expert_parallel"
 _TRAINED = frozenset({*LOW, "F32", "F64"})
@@ -333,7 +331,7 @@ def draft(
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
     degrees: Degrees | None = None,
-    parts: Parts | None = None,
+    parts: SharesByName | None = None,
     config: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
     read: Callable[[str], bytes] | None = None,
@@ -417,7 +415,7 @@ def _folder(place: MeshPlace, degrees: Degrees) -> str:
 
 
 def _distribute(
-    tensors: Sequence[Spec], weights: Mapping[str, Spec], division: ModelDivision, parts: Parts
+    tensors: Sequence[Spec], weights: Mapping[str, Spec], division: ModelDivision, parts: SharesByName
 ) -> tuple[dict[MeshPlace, RankContents], dict[str, list[_StorageBox]], dict[str, list[_StorageBox]]]:
     """Distribute every tensor over the ranks.
 
@@ -473,7 +471,7 @@ strides)."""
 
 
 def _parts_of(
-    spec: Spec, parameter: str, state: str, weights: Mapping[str, Spec], parts: Parts, degrees: Degrees
+    spec: Spec, parameter: str, state: str, weights: Mapping[str, Spec], parts: SharesByName, degrees: Degrees
 ) -> list[tuple[Shape, _PartBoxes]]:
     """Return for each tensor-parallel rank the shape and the boxes of the rank's shard of a tensor; equal shards are
     one shared object.
@@ -499,7 +497,7 @@ def _parts_of(
     return [_part(spec.shape, dim, intervals) for intervals in positions]
 
 
-def _cut_of(weight: Spec, parts: Parts, degrees: Degrees) -> tuple[int, Sequence[Intervals]] | None:
+def _cut_of(weight: Spec, parts: SharesByName, degrees: Degrees) -> tuple[int, Sequence[Intervals]] | None:
     """Return the tensor-parallel cut of a weight; None if every rank has the whole weight."""
     rows = weight.shape[0] if weight.shape else 0
     if is_cut_by_rows(weight.name):
