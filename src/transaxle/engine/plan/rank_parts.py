@@ -66,25 +66,28 @@ def check_degrees(kind: Format, degrees: Degrees | None, label_suffix: str) -> N
     if degrees is None:
         return
     of_fsdp = replace(Degrees(), dp=degrees.dp, device=degrees.device, mesh_dim=degrees.mesh_dim)
-    takers = [each for each in writable() if "degrees" in get_format(each).draft_takes]
-    alternatives = [each if each == VLLM_SHARDED.name else f"{each}{label_suffix}" for each in takers]
     if "fsdp" in kind.draft_takes:
         if degrees != of_fsdp:
             message = f"{kind.title} has the parts of FSDP ranks, not of tensor-parallel ranks"
-            hint = f"Omit {_MEGATRON_OPTIONS}, or write --to {' or --to '.join(alternatives)}."
+            hint = f"Omit {_MEGATRON_OPTIONS}, or write {_targets('degrees', label_suffix)}."
             raise refuse("UNSUPPORTED", message, hint=hint)
         return
     if of_fsdp != Degrees():
-        takers = [f"{each}{label_suffix}" for each in writable() if "fsdp" in get_format(each).draft_takes]
         message = f"{kind.title} has no files for FSDP ranks"
-        raise refuse("UNSUPPORTED", message, hint=f"Omit {_FSDP_OPTIONS}, or write --to {' or --to '.join(takers)}.")
+        raise refuse("UNSUPPORTED", message, hint=f"Omit {_FSDP_OPTIONS}, or write {_targets('fsdp', label_suffix)}.")
     if "degrees" not in kind.draft_takes:
         message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
-        hint = f"Omit {_MEGATRON_OPTIONS}, or write --to {' or --to '.join(alternatives)}."
+        hint = f"Omit {_MEGATRON_OPTIONS}, or write {_targets('degrees', label_suffix)}."
         raise refuse("UNSUPPORTED", message, hint=hint)
     if "parts" not in kind.draft_takes and degrees.pp * degrees.ep > 1:
         message = f"{kind.title} is read at any degrees; --tp says for how many ranks the vocabulary is padded"
         raise refuse("UNSUPPORTED", message, hint="Omit --pp and --ep.")
+
+
+def _targets(option: str, label_suffix: str) -> str:
+    """Return the `--to` of each format whose draft takes an option, joined by "or"; vLLM's files have one dialect."""
+    takers = [name for name in writable() if option in get_format(name).draft_takes]
+    return " or ".join(f"--to {name}{label_suffix if name != VLLM_SHARDED.name else ''}" for name in takers)
 
 
 def rank_draft_options(
@@ -499,7 +502,7 @@ def _in_files(
             message = f"vLLM's model of family {family} has not been seen with a tensor of this name"
             problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _ENCODED))
     present = {pattern_of(stored_names.get(name, name)) for name in names}
-    for head in (each for each in state.same if each.endswith(_HEAD) and each not in present):
+    for head in (name for name in state.same if name.endswith(_HEAD) and name not in present):
         message = "vLLM's model of this family has not been seen with a head that is tied to the embedding"
         problems.append(Refusal("UNSUPPORTED", message, Where(None, head), _WAYS_ON))
     layers: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)

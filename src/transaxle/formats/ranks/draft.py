@@ -199,8 +199,8 @@ def _buffer_notes(plain: Collection[str], whole: Collection[str] | None, fsdp: D
     if not plain or whole is not None:
         return ()
     names = sorted(plain)
-    shown = ", ".join(names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
-    return (f"by their names and types, {len(names)} tensors are buffers, whole in the files of {fsdp.dp}: {shown}",)
+    examples = ", ".join(names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
+    return (f"by their names and types, {len(names)} tensors are buffers, whole in the files of {fsdp.dp}: {examples}",)
 
 
 def _mesh_note(fsdp: Degrees) -> str:

@@ -137,13 +137,13 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
         merged.metadata,
         sidecars.carried,
         sidecars.ignored,
-        tuple(checksum for each in contents for checksum in each.checksums),
+        tuple(checksum for file in contents for checksum in file.checksums),
         tuple(merged.twins),
         training=tuple(merged.training),
         paths=contents[0].state.paths,
         whole=merged.whole,
         in_order=contents[0].state.is_numbered,
-        spreads={name: tensor.spread for each in reversed(contents) for name, tensor in each.tensors.items()},
+        spreads={name: tensor.spread for file in reversed(contents) for name, tensor in file.tensors.items()},
     )
 
 
@@ -348,7 +348,7 @@ def _join(
     if (without := _ranks_without(parts, neighbours)) is not None:
         file, missing = without
         ranks = ", ".join(map(str, missing[:_SHOWN]))
-        rank_file = next((each.file for each in files if each.rank == missing[0]), None)
+        rank_file = {of_rank.rank: of_rank.file for of_rank in files}.get(missing[0])
         if rank_file is None:
             message = f"rank {file.rank} shares it with rank {ranks}, but there are {len(files)} files"
         else:
