@@ -146,7 +146,7 @@ def read(
         Refused: with the code CORRUPT if the config is malformed; with the code UNSUPPORTED if its method, format or a
             number in it is unknown.
     """
-    sections = _sections(config or {})
+    sections = quantization_sections(config or {})
     modelopt_quantization = None if modelopt is None else read(modelopt, file=MODELOPT_CONFIG)
     if not sections:
         return modelopt_quantization
@@ -172,7 +172,7 @@ def read(
         raise gathered(Refusal(r.code, r.message, Where(file), r.hint) for r in error.refusals) from None
 
 
-def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+def quantization_sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
     """Return the quantization sections of a config, outermost first, each with the path of keys that leads to the
     section.
     """
