@@ -1,7 +1,7 @@
-"""The pip command that installs the packages of an optional extra of Transaxle, listed by their own names.
+"""Builds the pip command that installs the packages of an optional extra of Transaxle, such as `report`.
 
-The command `pip install 'transaxle[report]'` would look for Transaxle in a package index, and fail if Transaxle was
-installed from a clone.
+The command names each package, because `pip install 'transaxle[report]'` would look for Transaxle in a package index,
+and fail if Transaxle was installed from a clone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _EXTRA = re.compile(r"""extra == ['"]([\w-]+)['"]""")
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs the packages of an extra, which the metadata of this installation lists."""
+    """Return the pip command for an extra; the metadata of the installed Transaxle lists the packages of the extra."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:

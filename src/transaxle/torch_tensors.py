@@ -69,7 +69,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, TO_LOCAL, None)
     if to_local is None:
         return tensor.detach()
-    with torch.no_grad():  # without autograd's view, this is four times as fast
+    with torch.no_grad():  # four times as fast as with a view for autograd
         local: torch.Tensor = to_local()
     return local.detach()
 
@@ -325,7 +325,7 @@ def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def record_part(module: nn.Module, name: str, part: Part) -> None:
-    """Record on a module which part of a whole tensor one of its parameters is.
+    """Record, in a module, that one of its parameters is only a part of a whole tensor.
 
     Args:
         module: module that contains the parameter.

@@ -6,7 +6,7 @@ strides.
 
 The function `pieces` turns the layout of a tensor or of a shard into pieces. `PieceOverlap` intersects a source piece
 with a target piece; the result is one strided copy. All movement of data consists of such copies: changes of layout,
-resharding, partial reads, and what a single rank copies.
+resharding, and partial reads.
 
 **Nested strides**: nested loops describe where the elements of a box lie in linear memory, and which boxes an interval
 of memory contains.

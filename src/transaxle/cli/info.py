@@ -202,7 +202,7 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
     families.
     """
     family = pick_family(name, settings(rules=rules).families)
-    assert family.written is not None  # a family from a rules file has its source text
+    assert family.written is not None  # only families built in memory have no text
     text = family.written.spell_out()
     if screen.as_json:
         legend = {"model_types": list(family.model_types), "frameworks": dialect_facts(family.labels)}

@@ -78,8 +78,8 @@ def _types(name: str, entry: Entry) -> str:
     ),
     help="""List dialects: the names and layouts that frameworks give the tensors of a model.
 
-    For each dialect: the framework, and the version with which its tables were compared. Every family defines its own
-    dialects under these names; with FAMILY its dialects are listed, and the axes of its table.""",
+    For each dialect: the framework, and the version with which its tables were compared. Dialects of the same name
+    differ between families: with FAMILY, the command lists the dialects of this family, and the axes of its table.""",
 )
 @click.argument("family", required=False, shell_complete=complete_with(families))
 @with_screen

@@ -1,10 +1,10 @@
 """Finds the logical tensors and the layouts of stored tensors, from the positions of elements before and after a
 converter.
 
-**Parts**: a part is one logical tensor of the derived table. There is one part for each pair of name patterns (in hub
-and memory) that have common elements. The instances of a part differ only in indices. An index is in the names of both
-dialects (a layer), or in the names of one dialect and along a dim in the other dialect (a stacked expert). Indices with
-the same values in both dialects are one axis.
+**Parts**: a part is one logical tensor of the derived table. There is one part for each pair of name patterns, one of
+the hub and one of the model in memory, whose tensors have common elements. The instances of a part differ only in
+indices. An index is in the names of both dialects (a layer), or in the names of one dialect and along a dim in the
+other dialect (a stacked expert). Indices with the same values in both dialects are one axis.
 
 **Moves**: a move describes at which positions of one tensor the elements of another tensor are, by digits. A digit is a
 loop of equal steps: `size` elements, `hub` positions apart in the hub's tensor and `memory` positions apart in the
@@ -65,13 +65,13 @@ class PartMove:
     """The elements that a stored tensor in the hub and a tensor in memory have in common."""
 
     names: tuple[str, str]
-    """Tensor names in hub and memory."""
+    """Name of the tensor in the hub, and name of the tensor in memory."""
     sizes: tuple[int, ...]
-    """Number of steps of each digit."""
+    """For each digit (loop of equal steps), its number of steps."""
     shapes: tuple[Shape, Shape]
-    """Shapes of the tensors in hub and memory."""
+    """Shape of the tensor in the hub, and shape of the tensor in memory."""
     shares: tuple[tuple[DimShare, ...], tuple[DimShare, ...]]
-    """For each of the two tensors (in hub and memory), the positions along each dim that the elements occupy."""
+    """For each of the two tensors, the positions that the common elements occupy along each dim."""
 
 
 def strides(shape: Shape) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trac
 
 def _places(trace: Trace) -> tuple[Positions, Positions, list[str]]:
     """Return for every element number the first tensor in memory that contains it, and the position in that tensor."""
-    # If two names have the same values, the name that the hub stores is first.
+    # If two tensors have the same values, the one whose name the hub has comes first.
     names = sorted(trace.memory, key=lambda name: name not in trace.hub)
     largest = largest_number(trace)
     owners, positions = np.full(largest + 1, -1, np.int32), np.zeros(largest + 1, np.min_scalar_type(-1 - largest))

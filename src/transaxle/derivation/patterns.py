@@ -1,10 +1,9 @@
 """Decides which numbers in tensor names are indices (such as a layer's), and which numbers are literal parts of names.
 
 A number is an index if its values differ between traced models (a model with more layers has more names), or if the
-numbers 0, 1, 2 … are all followed by the same names. A number to which neither applies is literal: the 0 in
-`mlp.0.weight` and the 2 in `mlp.2.weight` are names. The rule that decides between index and literal may be wrong, for
-example if one of the two dialects has words for `mlp.0` and `mlp.1`, or counts from 1. If the rule was wrong,
-derivation is tried again with a `Numbering`, which lists exceptions.
+numbers 0, 1, 2 … are all followed by the same names. All other numbers are literal, such as the 0 in `mlp.0.weight` and
+the 2 in `mlp.2.weight`. This rule may be wrong, for example if one of the two dialects has words for `mlp.0` and
+`mlp.1`, or counts from 1. Then derivation is tried again with a `Numbering`, which lists the exceptions.
 """
 
 from __future__ import annotations
@@ -31,11 +30,13 @@ class Numbering:
     """Exceptions from the rule that decides whether a number in tensor names is an index or a literal."""
 
     literal: frozenset[Number] = frozenset()
-    """Numbers that are literal parts of tensor names, although the rule in the head of this module would treat them as
+    """Numbers that are literal parts of tensor names, although the rule in this module's docstring would treat them as
     indices.
     """
     ahead: Mapping[Place, int] = field(default_factory=dict)
-    """Place of an index (with `{}` for every earlier number) -> number in the tensor name minus the index."""
+    """Place of an index (with `{}` for every earlier number) -> what must be added to the index to get the number in
+    the name.
+    """
 
     def with_more(self, numbering: Numbering) -> Numbering:
         """Return a numbering with the exceptions of this numbering and of `numbering`."""
@@ -51,7 +52,8 @@ class Pattern:
     text: str
     """The tensor name, with `{}` for every index."""
     ahead: tuple[int, ...] = field(default=(), compare=False)
-    """For each index, the number in the tensor name minus the index; empty if each number equals its index."""
+    """For each index, what must be added to get the number in the tensor name; empty if each number equals its index.
+    """
 
     @property
     def places(self) -> tuple[Place, ...]:

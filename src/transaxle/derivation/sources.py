@@ -574,7 +574,7 @@ def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bo
     why = f"{built or 'none'} of its tiny configs can be built, and a proof needs {_LEAST}"
     first = f" (the first that cannot: {complaints[0]})" if complaints else ""
     hint = (
-        "The tiny configs are made of the default config. Give the model's own instead, its folder or config.json:  "
+        "The tiny configs were made from the default config of the model type. Give your model's config or folder:  "
         f"transaxle derive FOLDER -o {family_name(model_type)}.rules."
     )
     return Underivable(why + first, hint if bare else "")

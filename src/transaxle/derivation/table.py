@@ -297,7 +297,9 @@ class Builder:
         return SOMETIMES, None
 
     def _aliases(self) -> dict[tuple[Pattern, Pattern], set[int]]:
-        """Return (alias, stored name) -> traces in which these two tensors in memory share values."""
+        """Return (alias, stored name) -> indices of the traces in which the tensors with these two names in memory have
+        the same values.
+        """
         pairs: dict[tuple[Pattern, Pattern], set[int]] = defaultdict(set)
         for at, trace in enumerate(self.traces):
             firsts: dict[int, str] = {}

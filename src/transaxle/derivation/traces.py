@@ -27,8 +27,8 @@ from transaxle.errors import refuse
 from transaxle.formats.storage.local import storage_error
 
 Numbers = npt.NDArray[np.int64] | npt.NDArray[np.int32]
-"""A tensor whose values are element numbers, from 1 on. If an element was copied, several tensors contain its
-number. A trace keeps 32-bit numbers, if they are large enough, since it numbers every element of a model.
+"""A tensor whose values are element numbers, from 1 on. If an element was copied, several tensors contain its number. A
+trace stores 32-bit integers if the largest number fits, because it has a number for every element of a model.
 """
 Shape = tuple[int, ...]
 HUB, MEMORY = "hub", "memory"
@@ -126,7 +126,7 @@ def largest_number(trace: Trace) -> int:
 
 
 def _present(tensors: Mapping[str, Numbers], largest: int) -> npt.NDArray[np.bool_]:
-    """Return an array that tells of each element number up to `largest` whether a tensor contains it; False for 0."""
+    """Return a boolean array: for each element number up to `largest`, whether some tensor contains it; False for 0."""
     present = np.zeros(largest + 1, np.bool_)
     for numbers in tensors.values():
         present[numbers.ravel()] = True

@@ -209,7 +209,7 @@ class Peer:
             hint = (
                 f"Did you mean {' or '.join(close)}?"
                 if close
-                else "Give the model type as its config.json has it, and install a transformers that knows it; of any "
+                else "Give the model type as its config.json has it, and install a transformers that knows it; for any "
                 "other model, derive the table from a converter of your own."
             )
             raise refuse("UNKNOWN_FAMILY", f"transformers {self.version} has no model type {model_type!r}", hint=hint)

@@ -306,8 +306,8 @@ def _second_origin(term: _Term) -> Origin:
 
 _WEIGHT = ".weight"
 _HINT = (
-    "Choose a dialect with one tensor for all of them, or one module for each; or merge it into the base:  transaxle "
-    "convert BASE OUT --to FORMAT:DIALECT --merge ADAPTER."
+    "Choose a dialect that stores these weights in one tensor, or each in a module of its own; or merge the adapter "
+    "into the base:  transaxle convert BASE OUT --to FORMAT:DIALECT --merge ADAPTER."
 )
 _FLIPPED = "fan_in_fan_out"
 

@@ -135,8 +135,7 @@ def carry(
 
     Args:
         tensors: the planned tensors to move.
-        storage: storage of the source. With `exchange` it is the memory of ranks, and then all ranks must call this
-            function.
+        storage: storage of the source; with `exchange`, the memory of all ranks, which must all call this function.
         files: the files to write; None means that the tensors are only hashed.
         limit: number of worker threads, and memory of their buffers.
         record: function called with the name and hash of each finished tensor.

@@ -186,7 +186,7 @@ def _wide(block: memoryview, dtype: str) -> np.ndarray:
     """Return the values of a block in double precision; complex values remain complex."""
     kind = numpy_dtype(dtype)
     values = np.frombuffer(block, kind)
-    with np.errstate(invalid="ignore"):  # the values may include signaling NaNs
+    with np.errstate(invalid="ignore"):  # signaling NaNs are allowed
         if kind.names:  # numpy has no type for complex numbers of half precision
             parts = np.stack([values[name].astype(np.float64) for name in kind.names], axis=-1)
             return parts.view(np.complex128).reshape(-1)

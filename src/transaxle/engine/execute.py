@@ -269,7 +269,7 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     adapter = prepared.checkpoint.container.recoding.adapter
     if adapter is not None:
         state = digest((state + state_of(adapter.storage, (*adapter.files, ADAPTER_CONFIG), problems)).encode())
-    # a path is typed in several ways, and notes name paths
+    # without paths: the user may type the same path differently, and notes contain paths
     plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source="", notes=()))
     return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(plan_text))
 
@@ -467,8 +467,8 @@ def _write(
         if tensors:
             _check_reads_of(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in remaining))
-        foretold: dict[str, str] | None = None  # hashes, if they must be known before the tensors are written
-        # A stream cannot be rewound to write hashes before the tensors, so the tensors are read once only to hash them.
+        foretold: dict[str, str] | None = None
+        # The hashes precede the tensors, and a stream cannot be rewound: the tensors are first read only to hash them.
         if staging.ordered and prepared.draft.has_leading_digests:
             read_tensors = tensors | carry(remaining, storage, None, limit)
             foretold = {name: done.hash for name, done in read_tensors.items()}
@@ -481,7 +481,9 @@ def _write(
 
 
 def join_spans(plan: Plan, finished: Mapping[str, FinishedTensor]) -> dict[str, FinishedTensor]:
-    """Return the finished tensors of a plan; a tensor of which workers have finished all spans is included."""
+    """Return the finished tensors of a plan, including each tensor whose spans have all been finished, possibly by
+    several workers.
+    """
     if not finished:
         return {}
     tensors = {}

@@ -153,7 +153,7 @@ class Lora:
             dims = {len(each.shape) for each in pair.values()}
             if set(pair) not in (set(LINEAR), set(EMBEDDING)) or len(dims) > 1 or min(dims) < 2:
                 listed = ", ".join(f"{end} {list(each.shape)}" for end, each in pair.items())
-                self._refuse("CORRUPT", f"A and B are needed, of two dims or those of a kernel; it has {listed}", path)
+                self._refuse("CORRUPT", f"A and B need two dims, or those of a kernel; it has {listed}", path)
         for name in sorted(self._twice.keys() - self._replaced.keys()):
             self._refuse("CORRUPT", "peft stores the trained tensor under its own name too, and it is not there", name)
         self._check()
@@ -205,9 +205,9 @@ class Lora:
         them.
 
         Returns:
-            The first list contains modules that the adapter certainly lacks. The second contains modules that peft may
-            not know: layers beyond the config's number of layers (they predict additional tokens), modules whose names
-            differ in the model's class, and modules that only a pattern may match.
+            The first list contains modules that the adapter certainly lacks. The second list contains modules that peft
+            might ignore: those of layers beyond the config's number of layers (which predict additional tokens), those
+            whose names differ in the model's class, and those that only a pattern may match.
         """
         listed = self._config.get("target_modules")
         kinds = {_NUMBERS.sub("*", module) for module in self._modules}

@@ -554,5 +554,8 @@ def _refuse_tied(model: Model, changed_targets: Mapping[str, Target], tied_chang
                 yield Refusal("UNSUPPORTED", message, Where(None, name), _UNTIE)
 
 
-_UNTIE = "Untie the model first: give it a tensor for each of them, and tie_word_embeddings false in its config.json."
+_UNTIE = (
+    "Untie the model first: store a separate tensor under each of these names, and set tie_word_embeddings to false in "
+    "its config.json."
+)
 _WAY = "Convert the model to the adapter's tensor names first, and merge the adapter into the result."

@@ -77,7 +77,9 @@ class _Stamp(NamedTuple):
     axes: tuple[str, ...]
     """Axes of the target's name, in the order of the stored tensors' dims."""
     fills: Sequence[_Fill]
-    """Transfers that every such target has, sorted by target offset."""
+    """The transfers of each of these targets, sorted by target offset; the target's index determines which chunks they
+    read.
+    """
 
 
 class Stamps:

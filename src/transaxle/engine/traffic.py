@@ -296,7 +296,7 @@ class Cutter:
 
 Matrix = NDArray[np.int64]
 _WIDE = "fp32"
-"""Dtype of the tensors that keep their dtype when all other tensors are cast."""
+"""Dtype of the tensors that the family's table marks as precise, which are not cast."""
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """Name of a dtype in the config -> key of `CASTS`."""
 DTYPE_KEYS = ("dtype", "torch_dtype")

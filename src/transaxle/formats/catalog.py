@@ -118,11 +118,13 @@ def number_value(data: bytes, code: str) -> float:
 
 
 PACKED = {"F4": 2}
-"""Dtype code -> how many elements along the last dim torch counts as one element."""
+"""Packed dtype code -> number of elements along the last dim that torch counts as one."""
 
 
 def elements_shape(counts: Shape, code: str) -> Shape:
-    """Convert a shape in torch's count to a shape in elements; the two differ only for packed dtypes."""
+    """Return the shape in elements for a shape as torch counts it; for packed dtypes, torch counts several elements as
+    one.
+    """
     packed = PACKED.get(code, 1)
     return counts if packed == 1 or not counts else (*counts[:-1], counts[-1] * packed)
 

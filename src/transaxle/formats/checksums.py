@@ -178,8 +178,8 @@ class Witness(Overlay):
             return list(self._tallies)
 
     def take_tallies(self) -> dict[Checksum, Tally]:
-        """Return the partly read ranges with their progress, and forget this progress; the caller combines it with that
-        of other ranks.
+        """Return, and clear, the progress of this rank in the ranges that it has read only partly; the caller combines
+        it with the progress of the other ranks.
 
         A range of which at least half was read is first read to its end and checked instead.
 

@@ -103,9 +103,11 @@ models of reinforcement learning, and of logs."""
 _MODELS = re.compile(r"actor|critic|policy|epoch_\d+")
 """Pattern for the names of folders with models, in a step folder of verl or SkyRL and in a run folder of torchtune."""
 _BESIDE_MODELS = frozenset({"data.pt", "trainer_state.pt", "recipe_state.pt"})
-"""Files with other state that verl, SkyRL and torchtune write beside such folders."""
+"""Files with training state that verl, SkyRL and torchtune write beside the folders of models."""
 _DEEPEST = 4
-"""Maximum depth of a checkpoint that is searched for, as in `lightning_logs/version_0/checkpoints/epoch=0.ckpt`."""
+"""Maximum number of path segments to a checkpoint that a search finds:
+`lightning_logs/version_0/checkpoints/epoch=0.ckpt`.
+"""
 _MAX_LISTINGS = 60
 """Maximum number of folders that are listed in a search."""
 _LARGEST_CONFIG = 8 << 20
@@ -279,7 +281,7 @@ def _open_inner(folder: Folder, choices: _Choices) -> Container:
         message += f"; {unlisted}" if search.unlisted else ""
         raise refuse("AMBIGUOUS", message, file=path, hint=f"Give one of these checkpoints: {path}/{places[0]}")
     folder.storage.close()
-    outer = path if _is_hub(path) else choices.searched.rstrip("/")  # the path of a hub names the commit
+    outer = path if _is_hub(path) else choices.searched.rstrip("/")  # a hub path includes the commit
     return replace(_open_path(f"{outer}/{places[0]}", choices._replace(searched="")), inside=places[0])
 
 
@@ -365,7 +367,8 @@ def _with_config_above(container: Container, path: str) -> Container:
     if described or container.storage.single or not has_weights:
         return container
     if _is_hub(path):
-        path = container.path.removesuffix(f"/{container.inside}" if container.inside else "")  # at the same commit
+        # `container.path` names the commit.
+        path = container.path.removesuffix(f"/{container.inside}" if container.inside else "")
     for folder in _folders_above(path, container.inside):
         place = f"{folder.rstrip('/')}/{CONFIG}" if is_url(folder) else os.path.join(folder, CONFIG)  # noqa: PTH118
         text = _read_url(place) if is_url(place) else _read_local(place)

@@ -490,8 +490,8 @@ def _root(leaves: Sequence[Leaf]) -> str | None:
 
 
 def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
-    """Return the paths of dicts and lists without tensors that contain values other than numbers; these dicts and lists
-    are settings rather than state.
+    """Return the key paths of dicts and lists that count as settings: they contain no tensors, and at least one value
+    that is not a number.
     """
     holding = _prefixes(leaf.path for leaf in leaves if leaf.kind == "tensor")
     containers: set[KeyPath] = set()

@@ -139,8 +139,8 @@ def _pieces(spec: Spec, part: Shares | None, ranks: int) -> _Pieces:
     """Return how a tensor is cut.
 
     Raises:
-        Refused: with the code UNSUPPORTED for a tensor of packed elements that is cut, and for a part of the tensor
-            that no rank has.
+        Refused: with the code UNSUPPORTED if the elements of a cut tensor are packed, or if no rank has a certain part
+            of the tensor.
     """
     if part is None:
         boxes = blocks_at(_positions(spec.shape, 0, None))
@@ -179,7 +179,9 @@ def _split_alike(positions: Sequence[Intervals]) -> tuple[Intervals, ...]:
 
 
 def _positions(shape: Shape, dim: int, intervals: Intervals | None) -> list[Intervals]:
-    """Return the intervals of each dim that a rank has, given those of the dim that is cut; None means all of it."""
+    """Return the intervals of each dim that a rank has; `intervals` are those of the cut dim, and None means that the
+    rank has the whole tensor.
+    """
     positions = [*map(whole, shape)]
     if intervals is not None:
         positions[dim] = intervals

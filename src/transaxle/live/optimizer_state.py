@@ -756,7 +756,7 @@ def _twin(
 
 
 def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group's settings for a twin, with learning rate 0 and for the CPU, so that a step needs no GPU."""
+    """Copy a group's settings for a twin, with learning rate 0, and on the CPU, so that a step needs no GPU."""
     settings = {
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -769,7 +769,9 @@ def _twin_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return the attributes that a twin needs; None if a twin could change foreign objects through them."""
+    """Return the attributes to copy into a twin (a copy of the optimizer for a test step); None if a twin could change
+    other objects through them.
+    """
     if hasattr(type(optimizer), "__del__"):
         return None
     attributes = {}

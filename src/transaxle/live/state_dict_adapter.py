@@ -447,8 +447,8 @@ class _Adapter:
             raise gathered(problems)
 
     def _numbers(self) -> dict[str, str]:
-        """Return, for 0-d tensors (steps) that share one entry in the target dialect, name -> name of the 0-d tensor
-        that is stored in this entry.
+        """Return, for 0-d tensors (steps) that become one entry of the target dialect, name -> name of the tensor whose
+        value this entry gets.
         """
         checks = [check for check in self._view.checks if not check.zero]
         pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in checks]

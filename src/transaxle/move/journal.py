@@ -459,8 +459,8 @@ def refuse_other_task(folder: Path, task: Task, file: str) -> None:
         f"{task.describe_difference(unfinished)}"
     )
     hint = (
-        "Resume it with the original options (--resume, resume=True), or begin anew with --overwrite (overwrite=True) "
-        "in its place: the unfinished work is then removed."
+        "Resume it with --resume (resume=True) and the original options, or begin anew with --overwrite "
+        "(overwrite=True) instead, which removes the unfinished work."
     )
     raise refuse("EXISTS", message, file=file, hint=hint)
 

@@ -203,7 +203,8 @@ def remap(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]
 
 
 def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Regrouping, ...]:
-    """Return the layer's parameters that a state dict has in a different form (stack or N tensors), or in two forms.
+    """Return the layer's parameters whose form must change: the state dict has them as N tensors and the layer as a
+    stack, or the reverse, or the state dict has both forms.
 
     Args:
         shapes: tensor name -> shape, for the tensors in the state dict.

@@ -172,8 +172,8 @@ def scatter(whole: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> T
 
 
 def sum_shared(tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a parameter of which several ranks have and use the same elements; backward sums the gradients of these
-    elements.
+    """Return a parameter whose elements several ranks have and use; backward sums the gradients that these ranks
+    compute.
 
     Args:
         tensor: this rank's shard of the parameter.

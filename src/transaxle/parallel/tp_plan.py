@@ -502,7 +502,7 @@ class _Planner:
         return tuple(count // unit for count in rows)
 
     def _inner(self, groups: Mapping[Group, Sequence[Weight]]) -> frozenset[str]:
-        """Return the axes inside a head, which exist once for each index of a cut axis."""
+        """Return the axes that share a dim with a cut axis, such as the axis inside a head, without the cut axes."""
         inner_axes: set[str] = set()
         for (axis, _), members in groups.items():
             for member in members:

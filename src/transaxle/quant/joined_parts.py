@@ -137,7 +137,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _step(frame: Frame, *, columnwise: bool) -> int:
-    """Return the number of rows in a tile, of the columnwise codes or of the rowwise codes."""
+    """Return the number of rows of one tile, for the columnwise or the rowwise codes."""
     encoding = columnwise_of(frame.encoding) if columnwise else frame.encoding
     assert encoding is not None
     return encoding.tile[0]

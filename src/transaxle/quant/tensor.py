@@ -499,7 +499,7 @@ class QuantizedTensor(torch.Tensor):
         for name in list(frame.cut):
             if name in source.cut:
                 frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
-            elif name in (COLUMN_DATA, COLUMN_SCALE):  # absent in the source, and outdated here
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # the source has no columnwise codes, and these are outdated
                 frame.drop(name)
         _refresh(frame, source)
 

@@ -212,7 +212,7 @@ class Notice:
 
 def search_text(values: CheckpointValues | None) -> str:
     """Return the sentence of the page that lists which unusual things were searched for."""
-    return f"{_SEARCHED} {_NO_VALUES if values is None else 'And NaN and infinite values.'}"
+    return f"{_SEARCHED} {_NO_VALUES if values is None else 'NaN and infinite values were searched for too.'}"
 
 
 def find_unusual(

@@ -166,7 +166,7 @@ def _times_section(times: Mapping[str, FileTime]) -> Section:
         "Each file's time runs from its first to its last written byte; seconds count from the first byte of all "
         "files. Several files may be written at the same time; syncing to disk comes later and is not included."
     )
-    table = limit_rows("times", "Files in time", columns, rows, 1)
+    table = limit_rows("times", "Time of each file", columns, rows, 1)
     return Section(
         "times", "Time and rate by file", text, Figure("bars", label, data) if len(bars) > 1 else None, (table,)
     )

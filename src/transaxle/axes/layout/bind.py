@@ -165,11 +165,11 @@ def refuse_headless(families: Iterable[Family], grouped: Mapping[str, list[str]]
 
 
 def with_counts(sizes: Sizes, dialect: Dialect, prefix: str, names: Iterable[str]) -> Sizes:
-    """Add the size of an axis `L` from which a dialect numbers other names (`mtp_layers.{l-L}`), where only names show
-    the size.
+    """Add the size of an axis `L` that a dialect subtracts from the numbers in names (`mtp_layers.{l-L}`), if only the
+    stored names show this size.
 
-    A second mapping rule of the dialect (`layers.{l}`) has the numbers below L, so L is the largest number in the names
-    of that second rule, plus one.
+    The names of a second mapping rule of the dialect (`layers.{l}`) contain the numbers below L, so L is the largest of
+    these numbers plus one.
 
     Args:
         sizes: axis sizes from the config and the user, which take precedence.

@@ -192,7 +192,7 @@ class Model:
         keys = sorted(key for key in names - other_names if self.sizes.settings.get(key) is None)
         lacks = f": it lacks {', '.join(keys)}" if keys else ""
         message = f"the config does not say whether the model has {', '.join(open_tensors)}{lacks}"
-        raise refuse("AMBIGUOUS", message, hint="Add to a copy of the config what the model's defaults are.")
+        raise refuse("AMBIGUOUS", message, hint="Give a config that also has the model's defaults for these keys.")
 
     def holds(
         self, condition: Formula | None, index: Mapping[str, int], layers: Mapping[str, Iterable[Index]]
@@ -309,4 +309,6 @@ class Model:
 
 
 def _unlike(rule: str) -> TransaxleError:
-    return refuse("UNSUPPORTED", f"{rule}\nits experts are not alike", hint="Plan the conversion of a checkpoint.")
+    return refuse(
+        "UNSUPPORTED", f"{rule}\nits experts are not alike", hint="Plan a conversion of a checkpoint instead."
+    )

@@ -46,7 +46,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def factors(axis: str) -> list[str]:
-    """Return the names of the axes of which a product axis is the product."""
+    """Return the names of the axes that a product axis joins: `g*r` -> `g`, `r`."""
     return axis.split(JOIN)
 
 
@@ -130,8 +130,8 @@ def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) ->
         for (name, axis), followers in nexts.items()
         if followers[0] is not None and len(set(followers)) == 1 and len(followers) == uses[name]
     }
-    # A run of axes outside a sum belongs to several logical tensors. The axes of the run stay joined only if they are
-    # joined in all logical tensors to which the run belongs.
+    # Adjacent axes outside of a sum, as `g` in `(g [q:r | k:])`, belong to all its logical tensors. Such axes stay
+    # joined only if they are joined in all of these tensors.
     while True:
         broken = {
             (name, axis, after)

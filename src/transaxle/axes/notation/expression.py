@@ -173,7 +173,7 @@ def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
             start = 0
             for name, part in segments:
                 count, inside = _measure(part, sizes)
-                shares[name] = Share(start, _share(inside, name).axes)  # segments do not nest: the offset is 0
+                shares[name] = Share(start, _share(inside, name).axes)  # no sum inside a sum: the inner offset is 0
                 start += count
             return start, shares
 

@@ -286,7 +286,7 @@ def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
     for earlier in ties.get(alias, ()):
         if may_all_hold([(earlier.when, {}), (tie.when, {})]):
             return f"one tie of {alias!r} at a time; above, it is {earlier.original!r}"
-    # Tensor to which `original` is tied, directly or through further ties -> the ties that lead to this tensor.
+    # Each tensor to which `original` is tied, directly or indirectly -> the ties that lead to it.
     ways: dict[str, tuple[Tie, ...]] = {original: (tie,)}
     waiting = [original]
     while waiting:

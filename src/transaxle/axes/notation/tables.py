@@ -499,7 +499,7 @@ def read(
     """Parse the text of a rules file.
 
     Args:
-        text: contents of the file, in the grammar that the head of this module shows.
+        text: contents of the file, in the grammar that this module's docstring shows.
         file: name of the file for error messages.
         known_families: families that `dialect … of FAMILY` may extend.
         checked: whether the text was parsed before without a fault, so that names and axes need no further check.

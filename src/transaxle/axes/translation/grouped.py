@@ -289,8 +289,8 @@ class ExpertSet(msgspec.Struct, frozen=True):
     local_numbers: range | None = None
     """Numbers of the experts that this rank requests; None means all experts."""
     sure: bool = True
-    """Whether the tensors are certainly experts. If the tensors are certainly experts, a set that does not fit is
-    refused; otherwise the names stay unchanged.
+    """Whether the tensors are certainly experts. If they are, a set that does not fit is refused; if not, such a set
+    keeps its names.
     """
 
     @property

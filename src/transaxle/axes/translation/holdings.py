@@ -213,12 +213,12 @@ class AlikePart(Sequence[Origin]):
 
 
 _FACTORED = "\nThis state has another shape than its parameter, as of Adafactor: no table says where its axes are."
-_AS_IT_IS = 'Keep names and shapes: a format without a dialect as the target, as  --to dcp  (to="dcp").'
+_AS_IT_IS = 'To keep names and shapes, choose a target format without a dialect:  --to dcp  (to="dcp").'
 _BYTES = "U8"
 """Safetensors code of the dtype in which 4-bit codes are stored, two per byte."""
 _ONE_SIZE = (
-    "In one model all tensors show the same size. A file of one rank may have only a part of some tensors: convert the "
-    'whole checkpoint, or keep names and shapes, with no family: --to safetensors:identity (to="safetensors:identity").'
+    "An axis has one size in a model. If this is a file of one rank, it may have only a part of some tensors: convert "
+    'the whole checkpoint. To keep names and shapes: --to safetensors:identity (to="safetensors:identity").'
 )
 _NAMED = 3
 """Maximum number of tensors that an error lists for one axis size."""
@@ -637,7 +637,7 @@ class Holdings:
 def _contradictions(
     shown: Mapping[tuple[str, _Layer], Mapping[int, Sequence[str]]], known_sizes: Mapping[str, int]
 ) -> Iterator[Refusal]:
-    """Yield an error for each axis of which tensors show different sizes, and for each product axis of wrong size.
+    """Yield an error for each axis whose size differs between tensors, and for each product axis of wrong size.
 
     Args:
         shown: `(axis, layer)` -> size -> stored tensors with that size; layer is `()` if layers do not differ in size.

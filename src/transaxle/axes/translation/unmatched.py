@@ -145,8 +145,8 @@ class AddedTensors:
         return not self._added.keys().isdisjoint(line.expression.components)
 
     def have_place(self, line: Line, index: Mapping[str, int]) -> bool:
-        """Return whether the target's framework has the tensor of a mapping rule, which may be true even against the
-        config.
+        """Return whether the target's framework has the tensor of a mapping rule; some frameworks have it whatever the
+        config states.
         """
         if line.else_zeros or self._target is self._holdings.bound.dialect:
             return True
@@ -337,16 +337,16 @@ _COUNTED = 10_000
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 """Config keys for the number of multi-token-prediction layers, which many checkpoints number after the last layer."""
 _BEYOND = (
-    "Correct --axis {axis}=N or --config, if you gave them, or the config.json of the checkpoint: it is that of a "
-    "smaller model. All tensors keep their names with --to safetensors:identity."
+    "Correct --axis {axis}=N or --config, if you gave them; otherwise the config.json of the checkpoint is that of a "
+    "smaller model. To keep all names: --to safetensors:identity."
 )
 _UNREAD = (
     'Add lines for them to a table of your own (--rules FILE, rules="FILE"), or keep all names with --to '
     'safetensors:identity (to="safetensors:identity").'
 )
 _TIED = (
-    'If the model has its embedding as its head, its config.json has "tie_word_embeddings": true: give that file with '
-    "--config FILE."
+    'If the head of the model is its embedding, its config.json contains "tie_word_embeddings": true: give that file '
+    "with --config FILE."
 )
 _ASKED = 300_000
 """Maximum number of absent tensors whose conditions are evaluated; real models have fewer."""
@@ -416,8 +416,8 @@ def classifies(bound: BoundNames) -> bool:
 def refuse_contradicted(holdings: Holdings) -> Iterator[Refusal]:
     """Yield an error if stored names imply more tensors (such as a head) than the dialect's mapping rules describe.
 
-    Tensors without a mapping rule keep their names, while the names of other tensors would belong to a model without
-    them.
+    The tensors without a mapping rule would keep their names, and the renamed tensors would form a model that has no
+    place for them.
 
     Args:
         holdings: where the checkpoint stores each logical tensor.

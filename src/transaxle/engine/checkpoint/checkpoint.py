@@ -585,7 +585,7 @@ def open_checkpoint(
         container = average_replicas(container)
     checkpoint = Checkpoint(container, user_settings, None, None)
     rules = None if options.get("rules") is None else os.path.abspath(options["rules"])  # noqa: PTH100 - links stay
-    if container.inside and not container.config_path:  # a config above is found from the user's folder only
+    if container.inside and not container.config_path:  # a config above needs the folder as given
         source = f"{source.rstrip('/')}/{container.inside}"
     absolute_path = source if "://" in source else os.path.abspath(source)  # noqa: PTH100 - links stay
     reading = {"decode": decode, "dtype": dtype, "only": only, "skip": skip, "lenient": lenient, "rules": rules}
@@ -744,8 +744,8 @@ def refuse_half_converted(
         if bound.own.get(name, name) in kept_names and split_slot(name)[1] == WEIGHT
         if not (name.startswith(refused) or is_extra_state(name))
     ]
-    # After a refusal, a tensor may have kept its name because of the refusal, although the target dialect has a line
-    # for it.
+    # If there are refusals, a tensor may have kept its name only because it was refused, although the target dialect
+    # has a line for it.
     awaited = {part for line in target.lines for part in line.expression.components} if view.refusals else set[str]()
     excepted = awaited.union(bound.family.copies)
     homeless, converted = list[tuple[str, Sequence[str]]](), set[str]()

@@ -20,8 +20,8 @@ ADAPTER_STEM = "adapter_model"
 """Stem (name without suffix) of the only file in which peft looks for the tensors of an adapter."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
-    "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, keep its "
-    "names:  --to safetensors:identity, or give its base's config and a dialect:  --config BASE/config.json --to "
+    "To load it: tx.load(peft_model, …). To merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER. To keep its "
+    "names:  --to safetensors:identity. For another dialect, give its base's config:  --config BASE/config.json --to "
     "DIALECT."
 )
 

@@ -430,8 +430,8 @@ def _refuse_torchtune(grouped: Mapping[str, list[str]]) -> None:
 
 
 def _rules_used(reading: Reading, grouped: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """Return the mapping rules with which a dialect reads the names; two dialects with equal mapping rules are the same
-    reading.
+    """Return the mapping rules by which a dialect reads the names; if these are equal for two dialects, the choice
+    between the two makes no difference.
     """
     texts: set[str] = set()
     for names in grouped.values():
@@ -507,7 +507,7 @@ def _no_such_dialect(label: str, labels: Sequence[str], candidates: Sequence[Fam
     whose = f"family {' and family '.join(f.name for f in candidates)} has" if candidates else "there is"
     message = f"{whose} no dialect {label!r}; there are: {', '.join(labels)}"
     if label == IDENTITY:
-        hint = f"Only a target can have the form {IDENTITY} (--to {IDENTITY}); open the source without a dialect."
+        hint = f"Only a target can be written as {IDENTITY} (--to {IDENTITY}); open the source without a dialect."
     else:
         hint = f"Did you mean {close[0]}?" if close else "Add one with --rules FILE."
     return refuse("AMBIGUOUS", message, hint=hint)

@@ -201,7 +201,7 @@ def assign_groups(
 ) -> tuple[list[int | None], int]:
     """Assign a model's parameters to optimizer groups; within each group, the parameters keep the model's order.
 
-    Where the groups have fewer parameters than the model, those without a group are frozen.
+    If the groups have fewer parameters than the model, the remaining parameters are frozen.
 
     Args:
         order: shapes of the parameters, in the model's order, or other facts that a parameter and its state share.

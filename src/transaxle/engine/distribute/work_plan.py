@@ -265,7 +265,7 @@ def _source_for_workers(order: ConversionOrder, checkpoint: Checkpoint) -> str:
     inside = f"/{container.inside}" if container.inside else ""
     if without_commit(checkpoint.path) != checkpoint.path:
         return checkpoint.path.removesuffix(inside) if container.config_path else checkpoint.path
-    # a config in a folder above is found from the given folder only
+    # workers find the config above the given folder only if they start from this folder
     return order.source if container.config_path or not inside else order.source.rstrip("/") + inside
 
 
@@ -274,7 +274,7 @@ def work_plan(order: ConversionOrder, cleared: CheckedPlan, count: int | None = 
 
     Args:
         order: the conversion as plain data.
-        cleared: the plan of this conversion, already checked for its target.
+        cleared: the plan of this conversion, after the check that its target may be written.
         count: number of work items; None means one work item per GiB.
         **options: the fields `overwrite`, `sync`, `jobs` and `memory` of `WorkPlan`.
 

@@ -522,7 +522,9 @@ def _ranks_options(
     axes: Mapping[str, int],
     problems: list[Refusal],
 ) -> dict[str, Any]:
-    """Return layout options for a target with separate files for each rank, or made for a number of ranks."""
+    """Return layout options for a target that has separate files for each rank, or whose layout depends on the number
+    of ranks.
+    """
     if "parts" not in kind.draft_takes:
         return {} if degrees is None else {"fsdp" if "fsdp" in kind.draft_takes else "degrees": degrees}
     from transaxle.engine.plan.rank_parts import engine_draft_options, rank_draft_options

@@ -29,10 +29,13 @@ from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import CheckedValue
 
 _INSIDE = re.compile(r"(model\.layers\.\d+\.mlp)(?:\.(.+))?", re.DOTALL)
-"""Path of every mixture that AutoEP's presets find, and the name of a tensor in it."""
+"""Pattern of the tensor names in mixtures that AutoEP's presets find: the path of the mixture, and the name inside the
+mixture.
+"""
 _OWN_NAMES = ("moe_layer_pattern", "expert_pattern", "router_pattern", "expert_w1", "expert_w2", "expert_w3",
               "shared_experts_pattern", "shared_experts_gate_pattern")  # fmt: skip
-"""Settings by which a run names parts of its mixtures itself."""
+"""Settings of AutoEP in which a user names the parts of mixtures; without them, AutoEP uses the names of its presets.
+"""
 _NAMED_HINT = "Load the checkpoint with DeepSpeed, and save the model's weights with save_pretrained."
 _GATE, _DOWN, _UP = "w1", "w2", "w3"
 _GATE_UP_BEFORE, _DOWN_BEFORE = "gate_up_proj", "down_proj"
@@ -40,7 +43,9 @@ _EXPERTS = "experts."
 _PARAMETERS = frozenset(f"{_EXPERTS}{weight}" for weight in (_GATE, _DOWN, _UP))
 _ROUTER, _SECOND_ROUTER, _LINEAR = "router.", "gate.", "gate."
 _BEFORE = {"shared_experts.": "shared_expert.", "shared_experts_gate.": "shared_expert_gate."}
-"""Text at the beginning of AutoEP's names in mixtures that have a gate for shared experts -> text before AutoEP."""
+"""Prefix of a name in AutoEP's mixtures with gated shared experts -> prefix that the name had before AutoEP replaced
+the module.
+"""
 _MAX_EXPERTS = 1 << 16
 
 
@@ -83,7 +88,8 @@ class AutoExperts:
             file: name of the file that states the shape, for error messages.
 
         Raises:
-            Refused: with the code CORRUPT if the rank has other experts than the parameter.
+            Refused: with the code CORRUPT if the number of experts in the parameter differs from the number of the
+                rank's experts.
         """
         mixture = self.mixture_of(name)
         numbers = () if mixture is None or rank >= len(mixture.by_rank) else mixture.by_rank[rank]
@@ -174,7 +180,7 @@ def _stack(mixture: Mixture, entries: Mapping[str, Entry], path: str, faults: Fa
 def _stack_parts(name: str, experts: Sequence[Sequence[Entry]]) -> Entry:
     """Return the tensor whose row of an expert contains the expert's tensors, one below the next."""
     first = experts[0][0]
-    if not first.shape:  # a number, such as the step, which is that of the group
+    if not first.shape:  # a number such as the step, which is equal for all experts
         return replace(first, name=name)
     rows, columns = first.shape
     extents = tuple(

@@ -3,7 +3,7 @@ tensor.
 
 DeepSpeed needs hints if the training framework cuts the model itself; a parameter without a hint is cut into equal
 shards along dim 0. Parameters that AutoTP has cut need no hints, because each of these parameters has a record of its
-cut. Transaxle stores the hints as plain data, among the facts about a run.
+cut. Transaxle keeps the hints as plain data, together with the counters and settings of the training run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from transaxle.formats.deepspeed.universal_record import resolve_view
 from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"
-"""Key of the hints among the facts about a run; the value is a dict from parameter name to hint."""
-_CUT_AGAIN = "DeepSpeed could not cut this parameter when it loads. Convert the run's own checkpoint once more."
+"""Key of the hints in the dict of a run's counters and settings; the value is a dict from parameter name to hint."""
+_CUT_AGAIN = (
+    "DeepSpeed could not cut this parameter when it loads. Convert the checkpoint that the run saved, instead of this "
+    "one."
+)
 Hint = Mapping[str, Any]
 """How one parameter is cut: a dict with some of the keys `cat_dim`, `param_n_sub_params`, `sub_param_shape`,
 `vocab_tensor`."""

@@ -532,7 +532,7 @@ def block_extents(shard: RankShard, block: ShardBlock, start: Shape) -> Iterator
             continue
         sizes = tuple(stop_index - start_index for start_index, stop_index in zip(low, high, strict=True))
         strides = extent.strides or row_major(extent.shape)
-        # Number of elements in the extent before the first element that belongs to the block.
+        # Number of elements of the extent that precede the first common element.
         skipped = sum((a - b) * step for a, b, step in zip(low, extent.start, strides, strict=True))
         yield Extent(
             tuple(s + a - b for s, a, b in zip(start, low, block.at, strict=True)),

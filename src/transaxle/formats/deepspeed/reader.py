@@ -121,7 +121,7 @@ def read_numbered_state(
 
     Args:
         model: contents of the model file.
-        inline: storage in memory, to which numbers are added whose bytes are in the pickle itself.
+        inline: a storage in memory, to which the numbers that the pickle itself contains are added.
 
     Returns:
         a dict from name to tensor of optimizer state, a dict from path to description of each unread value, and the

@@ -324,9 +324,8 @@ def _group_intervals(
         message = f"group {group}: its parameters need {used} elements, but its buffers have {width * len(states)}"
         raise refuse("CORRUPT", message, file=states[0].file)
     cut = {place.name: list(rank_intervals(place, width, len(states))) for place in places}
-    # The shapes are listed in the order of the flat buffers. DeepSpeed 0.19.8 deals parameters out to ranks, which
-    # changes their order. It writes the map in the order before this step, but the buffers in the order after this
-    # step.
+    # The shapes are listed in the order of the flat buffers. With `round_robin_gradients`, DeepSpeed 0.19.8 reorders
+    # the parameters before it fills the buffers, but writes the map of fragments in the original order.
     places_before, _ = lay_out(_module_order(shapes, len(states)), (0,) * len(shapes)) if round_robin else ((), 0)
     cut_before = {place.name: list(rank_intervals(place, width, len(states))) for place in places_before}
     _check_map(states, group, cut, cut_before)
@@ -335,7 +334,7 @@ def _group_intervals(
 
 
 def _module_order(shapes: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
-    """Return the parameters of a group in the order that they had before they were dealt out to the ranks in turn."""
+    """Return a group's parameters in their original order, before `round_robin_gradients` reordered them."""
     numbers = [number for rank in range(ranks) for number in range(rank, len(shapes), ranks)]
     return dict(shape for _, shape in sorted(zip(numbers, shapes.items(), strict=True)))
 
@@ -370,7 +369,8 @@ def _sum(vectors: Sequence[FlatBuffer]) -> int:
 
 
 def _adds_up(states: Sequence[RankState], group: int, slack: int, excess: int) -> bool:
-    """Return whether the elements beyond a group's parameters are the padding that the files state, if they state any.
+    """Return whether a group's buffers exceed its parameters by exactly the padding that the files state; True if the
+    files state no padding.
 
     Args:
         states: contents of the ranks' optimizer files.

@@ -187,13 +187,12 @@ _SMALL = 2**64
 
 
 def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
-    """Add keys and values to a dict; `flat` contains them alternately, and the keys are untrusted.
+    """Add keys and values to a dict; `flat` contains them alternately.
 
-    Only plain scalars are therefore hashed; any other key becomes a `Key`, which equals only itself. PickleFault: with
-    the code CORRUPT for a key without a value, an unhashable key, or a repeated key.
+    The keys are untrusted, so only plain scalars are hashed. Any other key becomes a `Key`, which equals only itself.
 
     Raises:
-        PickleFault: CORRUPT for a key without a value, an unhashable key, or a repeated key.
+        PickleFault: with the code CORRUPT for a key without a value, an unhashable key, or a repeated key.
     """
     if len(flat) % 2:
         raise malformed("a key without a value")

@@ -138,7 +138,9 @@ def _parameter(name: str) -> str:
 
 
 def _is_whole(spec: Spec, whole: Collection[str] | None, trained: Collection[str]) -> bool:
-    """Return whether every rank has a model's tensor whole; FSDP2 has no parameters without dims."""
+    """Return whether every rank has the whole of a model's tensor, because it is a buffer; FSDP2 cannot shard tensors
+    without dims.
+    """
     if whole is not None or not spec.shape:
         return not spec.shape or spec.name in (whole or ())
     is_buffer = not spec.dtype.startswith(_FLOATS) or spec.name.rpartition(".")[2] in _BUFFERS
@@ -358,7 +360,7 @@ class _RankContents:
 
     def _device_mesh(self) -> Object:
         fsdp = self._fsdp
-        sizes, strides = ((), ()) if fsdp.dp == 1 else ((fsdp.dp,), (1,))  # torch omits a dim of one rank
+        sizes, strides = ((), ()) if fsdp.dp == 1 else ((fsdp.dp,), (1,))  # torch omits a mesh dim of size 1
         layout = Object(_FLAT_LAYOUT, state={"shape": sizes, "stride": strides}, new=True)
         self.storages.append(np.arange(fsdp.dp, dtype="<i4").tobytes())
         return Object(

@@ -1,10 +1,11 @@
 """The copier carries out lists of steps (reads, copies, hashes and writes) in one call of C code.
 
-Each system call releases Python's interpreter lock and takes it again. Threads that make a system call for each block
-wait for the lock longer than Python computes. Therefore steps are collected first: reads of ranges, reads of strided
-runs of equal length, strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` then carries out
-a whole list without holding the lock. If a step fails in C (an error, a short read, a full disk), it is repeated in
-Python, which raises the error. Without the compiled library all steps run in Python, with numpy, xxhash and zlib.
+Each system call releases Python's interpreter lock and takes it again. If every block needed a system call, threads
+would spend more time waiting for this lock than working. Therefore steps are collected first: reads of ranges, reads of
+strided runs of equal length, strided copies and transposes, hashes, CRC-32, comparisons and writes. `copier.c` then
+carries out a whole list without holding the lock. If a step fails in C (an error, a short read, a full disk), it is
+repeated in Python, which raises the error. Without the compiled library all steps run in Python, with numpy, xxhash and
+zlib.
 
 A column slice of a matrix consists of a run of a few kB in each row: one step reads or copies the runs of all rows.
 Runs of a single element, as in a transposed matrix, are read together with the bytes between them, and copied into

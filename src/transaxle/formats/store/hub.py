@@ -188,7 +188,7 @@ def redirect_target(url: str, location: str) -> str:
     return str(after)
 
 
-_NO_REDIRECT = "No request was sent to that address. Tell those who run the hub, or check HF_ENDPOINT."
+_NO_REDIRECT = "No request was sent to that address. Check HF_ENDPOINT, or report it to the operators of the hub."
 
 
 class HubRequests:

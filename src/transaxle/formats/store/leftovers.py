@@ -256,7 +256,7 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
         if local is None and scheme(typed) in S3:
             return _orphans_at(typed)
         if local is None:
-            hint = "The service removes parts of unfinished uploads, if its rules say so."
+            hint = "The service itself removes the parts of unfinished uploads, if its lifecycle rules say so."
             message = "a killed run leaves no folders on a remote service"
             raise refuse("UNSUPPORTED", message, file=without_secrets(typed), hint=hint)
         typed = local

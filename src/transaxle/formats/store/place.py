@@ -225,11 +225,11 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
 
 
 def when_kept(reason: str, hint: str) -> tuple[str, str]:
-    """Return the end of the error about an existing target, and a hint, for a run without `--overwrite`.
+    """Return what the error about an existing target says last, and its hint, for a run without `--overwrite`.
 
     Args:
-        reason: why `--overwrite` would be refused as well; empty if it would be allowed.
-        hint: hint that belongs to `reason`.
+        reason: why the target could not be replaced with `--overwrite` either; empty if it could be.
+        hint: what the user can do about `reason`.
     """
     if not reason:
         return "", "Choose another place, or replace it with --overwrite (overwrite=True)."

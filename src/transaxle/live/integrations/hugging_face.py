@@ -584,7 +584,8 @@ class AccelerateHooks:
 
         Raises:
             TypeError: if `output_dir` is not a path.
-            Refused: with code UNSUPPORTED, if there is no `url`, because only accelerate deletes its local folders.
+            Refused: with code UNSUPPORTED, if there is no `url`: then accelerate deletes old checkpoints, and this
+                class cannot protect any.
         """
         if self._steps is None:
             hint = "Give AccelerateHooks(url=…, keep=…), or copy it elsewhere."

@@ -157,8 +157,8 @@ def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) ->
         encoding: a float8 encoding with one scale per tensor; each row counts as a separate tensor.
 
     Returns:
-        The codes, [M, K], and the scales, float32 [M]. For rows that belong to no group, codes and scales may not be
-        written.
+        The codes, [M, K], and the scales, float32 [M]. The codes and scales of rows that belong to no group may be left
+        uninitialized.
 
     Raises:
         Refused: with the errors of `quantize`.

@@ -206,7 +206,7 @@ def quantize_groups(
 def quantize_rows(
     x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write the codes of rows, each scaled by its own amax, and the scales of the rows [M], up to the last offset."""
+    """Write the codes and the scales [M] of the rows before the last offset; each row is scaled by its own amax."""
     block, groups = ROWS, offsets.shape[0]
     _launch(
         programs.quantize_rows_program, triton.cdiv(x.shape[0], block.rows) if groups else 0, x.device,

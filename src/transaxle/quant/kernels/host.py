@@ -57,7 +57,7 @@ def quantize(
     """Write codes and scales into the buffers of `out`.
 
     For float8 and nvfp4, `amax` [1] is the amax of the whole tensor; for float8, `scale` may be passed instead. `over`
-    is the rows and columns that share an amax, if they are more than one tile.
+    is the number of rows and of columns that share an amax, if that is more than one tile.
     """
     values = _array(x)
     if encoding.tile == (WHOLE, WHOLE):

@@ -321,7 +321,7 @@ _LISTED = "param_groups"
 _DECAY, _EXPERTS, _DECOUPLED = "wd_mult", "is_expert_parallel", "is_decoupled_lr"
 _GROUP_KEYS = ("lr_mult", "pre_lr_mult", "pre_wd_mult", _DECAY, _EXPERTS, _DECOUPLED)
 _MEGATRON_SETTINGS = frozenset({*_GROUP_KEYS, "default_config"})
-"""Settings by which only Megatron distinguishes optimizer groups."""
+"""Settings of optimizer groups that exist only in Megatron; they are not settings of the torch optimizer."""
 _BIAS = ".bias"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = (".q_layernorm.", ".k_layernorm.")
