@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.axes.apply import law
 from tests.some import some
 from transaxle.axes.notation import tables
-from transaxle.axes.notation.name import Counter, Hole, Name, skeleton
+from transaxle.axes.notation.name import Counter, Hole, Name, natural, skeleton
 from transaxle.errors import Refused, TransaxleError, UsageError
 
 literal = st.text(st.sampled_from("ab.1µ層_"), max_size=4)
@@ -50,6 +50,22 @@ def test_parts() -> None:
     with pytest.raises(UsageError, match="--axis L=N") as caught:
         Hole("m", "+L", None).shift_value({"l": 61})
     assert caught.value.code == "UNKNOWN_AXIS"
+
+
+@law
+@given(
+    st.lists(st.lists(st.sampled_from(["w", "W1", "10", "9", "102", "\0", "\1", ".", "ä"]), max_size=5).map("".join))
+)
+def test_natural_order_compares_numbers_as_numbers_and_all_else_as_characters(texts: list[str]) -> None:
+    def order(text: str) -> list[tuple[int, int]]:
+        pieces = re.split("([0-9]+)", text)
+        return [
+            key
+            for number, piece in enumerate(pieces)
+            for key in ([(0, int(piece))] if number % 2 else [(1, ord(character)) for character in piece])
+        ]
+
+    assert sorted(texts, key=natural) == sorted(texts, key=order)
 
 
 @pytest.mark.parametrize("other", [

@@ -14,7 +14,7 @@ from tests.axes import walking
 from tests.axes.apply import Store, arange, bound_to, carried, fill, law, only, same, translated
 from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
 from transaxle.axes.geometry import MeshCut, place
-from transaxle.axes.notation.family import Sizes
+from transaxle.axes.notation.family import NumberFormat, Sizes
 from transaxle.errors import UsageError
 
 
@@ -59,6 +59,22 @@ def test_padding_is_added_when_given_and_taken_off_with_the_true_size() -> None:
     found = translated(TOY, "packed", "hf", Store(packed(hf, 3)), unknown)
     assert {r.code for r in found.refusals} == {"UNKNOWN_AXIS"}
     assert "--axis n=N" in found.refusals[0].hint
+
+
+def test_targets_of_one_line_may_be_written_in_different_formats() -> None:
+    """All but the first target of a line are copies of the first, except those that get another format."""
+    store = Store(model())
+    for coded in ("layers.1.", "layers.0.", "layers.1.experts.2."):
+
+        def recode(name: str, form: NumberFormat, coded: str = coded) -> NumberFormat:
+            return NumberFormat("F8_E4M3", "mxfp8") if name.startswith(coded) else form
+
+        view = translated(TOY, "hf", "hf", store, CONFIG, recode=recode)
+        assert view.refusals == ()
+        found = {
+            name for name, target in view.targets.items() if (target.dtype, target.encoding) == ("F8_E4M3", "mxfp8")
+        }
+        assert found == {name for name in store.entries if name.startswith(coded)}
 
 
 def test_unknown_names_are_kept_and_known_nothing_is_left_out() -> None:

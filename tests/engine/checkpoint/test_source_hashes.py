@@ -306,6 +306,30 @@ def test_large_tensors_are_held_in_spans(tmp_path: Path, monkeypatch: pytest.Mon
         flip(tmp_path / "own" / "model.safetensors", at)
 
 
+def test_bytes_that_are_copied_as_they_are_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hash is compared with the source's and recorded for the target; cast tensors need a second one."""
+    names = list("abc")
+    (tmp_path / "ck").mkdir()
+    tensors = {name: np.arange(3000, dtype=np.float32) for name in names}
+    save_file(tensors, tmp_path / "ck" / "model.safetensors")
+    tx.convert(tmp_path / "ck", tmp_path / "own", to="identity", sync=False)
+    sizes: list[int] = []
+
+    class Counted(journal.ItemHash):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            sizes.append(1)
+
+    monkeypatch.setattr(journal, "ItemHash", Counted)
+    for options, hashes in (({}, 3), ({"dtype": "bf16"}, 6)):
+        sizes.clear()
+        made = tx.convert(tmp_path / "own", tmp_path / f"out-{hashes}", to="dcp:identity", sync=False, **options)
+        assert (made.source_against, len(sizes)) == ("manifest", hashes)
+        flip(tmp_path / "own" / "model.safetensors", -1)
+        refused(tmp_path / "own", tmp_path / "out", to="dcp:identity", **options)
+        flip(tmp_path / "own" / "model.safetensors", -1)
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_hashes_do_not_depend_on_who_reads_what_when(damaged: bool, tmp_path: Path) -> None:
     """Pieces in any order, twice, and by several threads: what did not pass in order is read again."""
