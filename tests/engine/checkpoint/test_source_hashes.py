@@ -321,7 +321,8 @@ def test_bytes_that_are_copied_as_they_are_are_hashed_once(tmp_path: Path, monke
             sizes.append(1)
 
     monkeypatch.setattr(journal, "ItemHash", Counted)
-    for options, hashes in (({}, 3), ({"dtype": "bf16"}, 6)):
+    ways: list[tuple[dict[str, Any], int]] = [({}, 3), ({"dtype": "bf16"}, 6)]
+    for options, hashes in ways:
         sizes.clear()
         made = tx.convert(tmp_path / "own", tmp_path / f"out-{hashes}", to="dcp:identity", sync=False, **options)
         assert (made.source_against, len(sizes)) == ("manifest", hashes)
