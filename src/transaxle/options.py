@@ -170,7 +170,7 @@ class Exclusion:
     `needs`.
     """
     needs: tuple[str, ...] = ()
-    """Options of which at least one must be set together with any of `names`; if empty, the options in `names` exclude
+    """Any of the options in `names` requires at least one of these options; if empty, the options in `names` exclude
     each other.
     """
     why: str = ""

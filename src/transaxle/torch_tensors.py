@@ -16,9 +16,9 @@ module that contains the parameter marks it with a `Part`, and the parameter's o
 and saves treat a parameter with a `Part` as the whole tensor with a list of intervals per dim, like a DTensor with
 placements.
 
-**Shard grids.** A `ShardGrid` represents one tensor of which this rank stores several shards as separate tensors, such
-as the layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and of an
-MLP's rows, half are the gate and half the up projection. Nothing in this module is specific to Megatron.
+**Shard grids.** A `ShardGrid` represents one tensor whose shards this rank stores as several separate tensors, such as
+the layers of a stack. Megatron's parameters have this form: layer 3 is row 3 of a tensor of all layers, and of an MLP's
+rows, half are the gate and half the up projection. Nothing in this module is specific to Megatron.
 
 **Arguments**: reads dtypes, devices and process groups under the various names that users pass, and removes the
 wrappers of trainers from models. Checkpoints name dtypes by safetensors codes.
@@ -319,7 +319,7 @@ def mark(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor of which `tensor` is this rank's part."""
+    """Return the shape of the whole tensor, if `tensor` is this rank's part."""
     part = part_of(tensor)
     return tuple(tensor.shape) if part is None else part.shape
 

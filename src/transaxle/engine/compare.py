@@ -322,7 +322,7 @@ def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[st
 
 
 def _unequal_copy_differences(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
-    """Yield a difference for each tensor of which a checkpoint stores two unequal copies."""
+    """Yield a difference for each tensor that a checkpoint stores in two unequal copies."""
     for problem in _refuse_unequal(checkpoint, [check for check in checkpoint.checks if not check.zero], limit):
         detail = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
         yield Difference(problem.where.tensor or "", "", "copies", detail)

@@ -408,7 +408,7 @@ def average_replicas(container: Container) -> Container:
 
 
 def _replicas(container: Container) -> dict[str, list[Twin]]:
-    """Return tensor name -> pairs of its replicas, for each tensor of which every rank has a whole copy.
+    """Return tensor name -> pairs of its replicas, for each tensor that is whole on every rank.
 
     A pair belongs to a tensor if the pair's first copy and the tensor occupy the same byte ranges. The name alone does
     not decide this, because weights and moments of one parameter may have the same name in the pairs.

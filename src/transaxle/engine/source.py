@@ -240,7 +240,7 @@ def _require_match(name: str, stored: Shape, shape: Shape) -> tuple[_Group, ...]
 
 
 def _scale_last_dim(shape: Shape, unit: int) -> Shape:
-    """Return a shape with its last dim counted in smaller elements, of which `unit` make up one element."""
+    """Return a shape whose last dim counts smaller elements: `unit` of them make up one element."""
     return (*shape[:-1], shape[-1] * unit) if shape else shape
 
 

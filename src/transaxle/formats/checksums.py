@@ -181,7 +181,7 @@ class Witness(Overlay):
         """Return, and clear, the progress of this rank in the ranges that it has read only partly; the caller combines
         it with the progress of the other ranks.
 
-        A range of which at least half was read is first read to its end and checked instead.
+        If at least half of a range was read, its rest is read now, and the range is checked instead.
 
         Raises:
             Refused: with the code CORRUPT for each range whose bytes do not match its checksum.

@@ -88,7 +88,7 @@ class Extent:
 
 
 def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors of which this rank's shard of a tensor consists."""
+    """Return the plain tensors that make up this rank's shard of a tensor."""
     if is_quantized(tensor):
         return [_local(entry) for entry in entries(tensor).values()]
     plain, open_ = [], [_local(tensor)]
@@ -424,7 +424,7 @@ def _compare_after_load(
     Args:
         custom_module: the module to test.
         own_tensors: name in the module -> tensor.
-        memory: the plain tensors of which `own_tensors` consist, in the same order.
+        memory: the plain tensors that make up `own_tensors`, in the same order.
         before: copies of the state dict's original entries.
     """
     for number, piece in enumerate(memory):
@@ -663,7 +663,7 @@ def is_partitioned(value: object) -> bool:
 
 
 def find_unreadable(model: nn.Module) -> list[Refusal]:
-    """Return a refusal for each ZeRO-3 parameter of which this rank cannot read its own range of elements."""
+    """Return a refusal for each ZeRO-3 parameter whose elements on this rank cannot be read."""
     problems = []
     for name, parameter in model.named_parameters():
         partition: Any = getattr(parameter, "ds_tensor", None)

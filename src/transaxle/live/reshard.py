@@ -119,7 +119,7 @@ class ReshardReport:
     """The result of `reshard` on one rank."""
 
     tensors: int
-    """Number of target tensors of which this rank holds at least a shard."""
+    """Number of target tensors that this rank holds, whole or as a shard."""
     bytes_written: int
     """Number of bytes written into this rank's target tensors."""
     bytes_received: int

@@ -202,9 +202,9 @@ def state_dict_as(
     which stores how the tensors were split.
 
     Returns:
-        Name -> tensor or DTensor, for tensors of which this rank has a shard. A DTensor is on the mesh of its source
-        tensors, or on the submesh of the ranks that have its name; its shape and stride are those of the whole tensor.
-        Tensors that need no rearrangement share the storage of the source tensors.
+        Name -> tensor or DTensor, for tensors that this rank has, whole or as a shard. A DTensor is on the mesh of its
+        source tensors, or on the submesh of the ranks that have its name; its shape and stride are those of the whole
+        tensor. Tensors that need no rearrangement share the storage of the source tensors.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -322,7 +322,7 @@ class _Adapter:
         """Names of the state's tensors from which several tensors of the target dialect are made."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of the target dialect of which this rank has a shard.
+        """Return all tensors of the target dialect that this rank has, whole or as a shard.
 
         Raises:
             Refused: with code UNSUPPORTED or INCOMPLETE, if no placement works, or this rank lacks bytes.

@@ -427,7 +427,7 @@ class _Planner:
     # Groups.
 
     def _groups(self) -> dict[Group, list[Weight]]:
-        """Return group -> parameters; add an error for a group of which only some parameters are cut."""
+        """Return group -> parameters; add an error for a group in which some parameters are cut and others are not."""
         groups: dict[Group, list[Weight]] = defaultdict(list)
         for weight in self._weights:
             option = self._chosen[weight.name]

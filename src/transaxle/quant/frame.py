@@ -57,7 +57,7 @@ class Frame:
     columns: int
     """Number of elements in a row; in a stack, number of elements in a row of each matrix."""
     whole: int
-    """Number of rows of the whole matrix, of which this frame may have only some; in a stack, number of matrices."""
+    """Number of rows of the whole matrix, which may be more than this frame has; in a stack, number of matrices."""
     cut: dict[str, torch.Tensor]
     """Buffer name -> buffer, for the buffers with one row for each row of this frame."""
     shared: dict[str, torch.Tensor]

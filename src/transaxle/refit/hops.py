@@ -88,7 +88,7 @@ class Program:
 
     @property
     def tensors(self) -> int:
-        """Number of target tensors of which this rank receives a shard."""
+        """Number of target tensors that this rank receives, whole or as a shard."""
         return len({name for name, _, _ in self.schedule.parts})
 
     @property

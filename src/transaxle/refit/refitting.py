@@ -58,7 +58,7 @@ class RefitReport:
     version: int
     """Number of pushes until now, including this push."""
     tensors: int
-    """Number of target tensors in this push of which this rank holds a shard."""
+    """Number of target tensors in this push that this rank holds, whole or as a shard."""
     bytes_needed: int
     """Number of bytes of the pushed shards on this rank that only other ranks hold."""
     bytes_received: int

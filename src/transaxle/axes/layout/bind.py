@@ -562,8 +562,8 @@ class _Presence:
 def refusal_of_undecided(
     lines: Sequence[Line], action: str, family: Family, evaluate: Callable[[Formula], bool | None]
 ) -> Refusal:
-    """Build the error for several mapping rules of which only one can apply, if the config does not determine which
-    one.
+    """Build the error for several mapping rules that exclude one another, if the config does not determine which one
+    applies.
 
     Args:
         lines: the mapping rules in question.

@@ -414,8 +414,8 @@ def between(requested: Mapping[str, Shape], stored: Mapping[str, Shape], *, shar
 
 
 def _parts(requested: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
-    """Return the expert sets of which only some experts are requested, where the checkpoint has all experts and also
-    their stack.
+    """Return the requested sets that lack some experts, if the checkpoint has both the single tensors of all experts
+    and their stack.
     """
     stored_places, parts = _places(stored), list[ExpertSet]()
     for (before, suffix), places in _places(requested).items():
@@ -578,7 +578,7 @@ def _beside(stem: Regrouping, stored_places: _Places, stored: Mapping[str, Shape
 
 
 def parameter_shapes(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return parameter name -> shape, including parameters of which only the optimizer states are given."""
+    """Return parameter name -> shape, also for parameters that are only named by their optimizer states."""
     shapes: dict[str, Shape] = {}
     for name, shape in tensors.items():
         parameter, slot = split_slot(name)

@@ -233,7 +233,7 @@ class Unplaced:
 
     Attributes:
         empty: names of tensors that have no elements and no place in the target.
-        refusals: errors for stored tensors of which only some parts can be written.
+        refusals: errors for stored tensors that can be written only in part.
     """
 
     def __init__(self, holdings: Holdings, target: Dialect, lines: Sequence[Line]) -> None:
@@ -263,8 +263,8 @@ class Unplaced:
     def names(self, checks: Iterable[Check], *, clean: bool) -> Iterator[str]:
         """Yield the stored tensors that keep their names.
 
-        A tensor of which only some parts have a place in the target cannot be kept whole, and is refused. A tensor
-        without elements is omitted if its axis of size 0 numbers the target's tensors (zero experts).
+        A tensor that has a place in the target only for some of its parts cannot be kept whole, and is refused. A
+        tensor without elements is omitted if its axis of size 0 numbers the target's tensors (zero experts).
 
         Args:
             checks: equality checks. A tensor that only a check reads counts as placed if the tensor with which it is

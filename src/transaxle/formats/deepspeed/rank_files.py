@@ -512,7 +512,7 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
 
 
 def full_spread(shards: Sequence[RankShard]) -> Spread:
-    """Return the spread (which boxes each rank has) of a tensor of which every rank has a whole copy."""
+    """Return the spread (which boxes each rank has) of a tensor that is whole on every rank."""
     return whole(shards[0].shape, len(shards))
 
 

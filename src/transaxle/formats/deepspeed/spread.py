@@ -161,7 +161,7 @@ def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread
 
 
 def whole(shape: Shape, ranks: int) -> Spread:
-    """Return the spread of a parameter of which every rank has a whole copy."""
+    """Return the spread of a parameter that is whole on every rank."""
     return cut(shape, None, Replicated(), ranks)
 
 

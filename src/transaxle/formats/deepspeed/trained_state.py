@@ -445,7 +445,7 @@ def _check_map(
             continue
         expected = _fragments(cut, dp_rank)
         recorded = {name: _fragment(node) for name, node in _nth(listed, group).string_items()}
-        # A parameter of which a rank has no elements is either absent from the map, or listed with zero elements.
+        # If a rank has no elements of a parameter, the map either omits the parameter, or lists it with zero elements.
         if cut_before and {name: at for name, at in recorded.items() if at[1]} == _fragments(cut_before, dp_rank):
             continue
         for name in [*expected, *recorded]:

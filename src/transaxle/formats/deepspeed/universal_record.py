@@ -111,7 +111,7 @@ class Record:
 
     @classmethod
     def shared(cls, kind: LayerKind, shape: Shape, ranks: int, *, bias: bool = False) -> Record:
-        """Describe a parameter of which every rank has a whole copy."""
+        """Describe a parameter that is whole on every rank."""
         output = shape if bias else shape[:-1]
         return cls(kind, shape, shape, None, whole(shape, ranks), output=output, shard=shape, bias=bias)
 

@@ -227,8 +227,8 @@ class LocalParameter(NamedTuple):
     size: int
     """Number of the parameter's elements on the rank."""
     shared: bool
-    """Whether the parameter may be an embedding of which two stages have copies; such an embedding begins a new
-    bucket."""
+    """Whether the parameter may be an embedding that two pipeline stages have; such an embedding begins a new bucket.
+    """
 
 
 class ModelPart(NamedTuple):

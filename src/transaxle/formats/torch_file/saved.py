@@ -50,7 +50,7 @@ def item_bytes(dtype: DType) -> int:
 
 
 class StoredStorage(msgspec.Struct, eq=False):
-    """A storage of a torch file: the flat array of which tensors are views."""
+    """A storage of a torch file: a flat array; the tensors are views of storages."""
 
     key: str
     """Key of the storage in the file."""

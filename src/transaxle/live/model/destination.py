@@ -340,7 +340,7 @@ class LoadReport:
     dialect: str
     """Dialect of the model's tensor names."""
     tensors: int
-    """Number of tensors of which this rank holds at least a shard."""
+    """Number of tensors that this rank holds, whole or as a shard."""
     states: int
     """Number of this rank's tensors that are optimizer state."""
     bytes_needed: int

@@ -282,8 +282,8 @@ def _other_names(source_view: View, dialect: Dialect, weight_names: Sequence[str
     """Return name in the translated checkpoint -> name in the model, for different names that the dialect reads as the
     same tensor.
 
-    A table may contain several names of one tensor, of which a conversion writes only one. For example, Megatron's
-    norms have different names with and without Transformer Engine.
+    A table may contain several names of one tensor; a conversion writes only one of them. For example, Megatron's norms
+    have different names with and without Transformer Engine.
     """
     model_names = set(weight_names)
     free = {name for name in source_view.checkpoint if source_view.prefix + name not in model_names}

@@ -72,9 +72,7 @@ def is_sharded(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Factory:
-    """A parameter of which a Megatron factory has made copies; after a load, the copies must be merged into the
-    parameter.
-    """
+    """A parameter that a Megatron factory has copied; after a load, the copies must be merged into the parameter."""
 
     key: str
     """Key of the factory in the sharded state dict."""
@@ -299,7 +297,7 @@ class Leaves:
     sharded: bool = False
     """Whether some of `tensors` are grids of a Megatron sharded state dict."""
     factories: tuple[Factory, ...] = ()
-    """Parameters of a Megatron sharded state dict of which `tensors` contains copies."""
+    """Parameters of a Megatron sharded state dict whose values `tensors` contains as copies."""
     unshown: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name in the model -> parameter that the state dict contains only in a different form, such as a fused parameter
     that appears as separate parts.

@@ -228,7 +228,7 @@ class Parameter:
     expert: bool
     """Whether the parameter belongs to the separate optimizer for experts."""
     shared: bool = False
-    """Whether the parameter is an embedding of which a second pipeline stage has a copy."""
+    """Whether the parameter is an embedding that a second pipeline stage also has."""
 
     @property
     def size(self) -> int:
