@@ -15,7 +15,6 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Container as Holding
-from functools import cache
 from math import isinf, prod
 from typing import Any
 
@@ -24,9 +23,8 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target, factors
-from transaxle.axes.notation.family import Family, Line, NumberFormat, Recode
+from transaxle.axes.notation.family import NumberFormat, Recode
 from transaxle.encodings.conventions.convention import (
-    COMPRESSED_TENSORS,
     CONVENTIONS,
     DEEPSEEK,
     MODELOPT,
@@ -41,12 +39,13 @@ from transaxle.encodings.conventions.convention import (
 )
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
 from transaxle.encodings.conventions.rewriting import rewrite_config
-from transaxle.encodings.encoding import ENCODINGS, FLOAT8_BLOCK, PLAIN, EncodedTensor, Error, Role
+from transaxle.encodings.encoding import ENCODINGS, PLAIN, EncodedTensor, Error, Role
 from transaxle.encodings.value_steps import CASTING, RecodedTensor
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, read_stored_config
 from transaxle.engine.plan.planned import OutputTensor, PlannedTensor
+from transaxle.engine.plan.transformers_reader import HUB, MEMORY, misread_targets, reader_notes
 from transaxle.engine.source import Source
 from transaxle.engine.views.encode import Encode, Step, choose
 from transaxle.engine.views.encoded import View
@@ -119,25 +118,6 @@ def _amaxes(container: Container, tensor: EncodedTensor) -> np.ndarray[tuple[int
 
 def _with_container(checkpoint: Checkpoint, container: Container) -> Checkpoint:
     return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
-
-
-HUB, MEMORY = "hf", "transformers"
-"""The dialect of a hub's files, and the dialect of the models that transformers builds from such files."""
-_STACKED = "it takes the codes of stacked matrices for values"
-_TURNED = "it has no quantized layer with rows of inputs"
-_SPLIT = "it splits them while it loads, but not their scales"
-_SUBCLASS = "their layers are of a subclass of nn.Linear, which it does not replace"
-_UNEVEN = "it takes the tiles of a weight for equally large, and the last one is smaller"
-_SUBCLASSED = frozenset({"falcon"})
-"""Names of families in which transformers builds linear layers from a subclass of `nn.Linear`."""
-_NUMBERED = frozenset({"llama4", "llama4_text"})
-"""Families whose stacked experts are split into numbered experts by transformers, if the config describes
-compressed-tensors.
-"""
-_OUT, _IN = ".out_proj.weight", ".in_proj_weight"
-"""The ends of two tensor names in an `nn.MultiheadAttention`, whose `out_proj` is a subclass of `nn.Linear`."""
-_MATRIX = 2
-"""Number of dims of a weight that is not a stack of matrices."""
 
 
 def make_recode(names: Collection[str], encoding: str) -> Recode:
@@ -214,77 +194,10 @@ def choose_to_encode(
     if checkpoint.family is None or label.partition("@")[0] not in (HUB, MEMORY):
         return choose(view, encode, parts, turned)
     family = checkpoint.reading.family
-    unread = _misread_targets(family, view, encode.encoding, parts, turned)
+    unread = misread_targets(family, view, encode.encoding, parts, turned)
     names, misfits, notes = choose(view, encode, parts, turned, unread)
-    if PREFERRED[encode.encoding] == COMPRESSED_TENSORS:
-        notes.extend(_expert_notes(family, encode.encoding, {name: parts.get(name, ()) for name in names}))
+    notes.extend(reader_notes(family, view, encode.encoding, parts, names, label))
     return names, misfits, notes
-
-
-def _misread_targets(
-    family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], output_rows: Holding[str]
-) -> dict[str, str]:
-    """Return target tensor name -> reason, for the targets whose codes transformers 5.23 would read wrongly.
-
-    Args:
-        family: family of the model.
-        view: the tensors of the target.
-        encoding: name of the encoding, a key of `ENCODINGS`.
-        targets: target tensor name -> its logical tensors, as returned by `target_components`.
-        output_rows: target tensors whose rows are aligned with outputs, as returned by `with_output_rows`.
-    """
-    fused_groups = [frozenset(line.expression.components) for line in _memory_lines(family)]
-    memory_components = frozenset[str]().union(*fused_groups)
-    in_blocks = encoding == FLOAT8_BLOCK.name
-
-    @cache
-    def is_split(components: frozenset[str]) -> bool:
-        return components <= memory_components and not any(components <= each for each in fused_groups)
-
-    def reason(name: str, components: Sequence[str]) -> str:
-        shape = view.targets[name].shape
-        if len(shape) > _MATRIX:
-            return _STACKED if in_blocks or family.name not in _NUMBERED else ""
-        if name in output_rows:
-            return _TURNED
-        if is_split(frozenset(components)):
-            return _SPLIT
-        in_attention = name.endswith(_OUT) and name.removesuffix(_OUT) + _IN in view.targets
-        if in_blocks and (family.name in _SUBCLASSED or in_attention):
-            return _SUBCLASS
-        return _UNEVEN if in_blocks and any(map(_is_uneven, shape, FLOAT8_BLOCK.tile)) else ""
-
-    present = ((name, components) for name, components in targets.items() if name in view.targets)
-    return {name: why for name, components in present if (why := reason(name, components))}
-
-
-def _is_uneven(size: int, tile: int) -> bool:
-    """Return whether transformers misreads a dim: its last tile is smaller than the others, but its size is divisible
-    by the number of tiles.
-    """
-    count = -(-size // tile)
-    return count > 1 and size % tile != 0 and size % count == 0
-
-
-def _expert_notes(family: Family, encoding: str, encoded: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield notes on experts in compressed-tensors format that transformers 5.23 reads wrongly, unlike other
-    programs.
-    """
-    if family.name in _NUMBERED:
-        yield "transformers 5.23 looks for numbered experts beside a config of compressed-tensors, and finds none here"
-        return
-    stacks = [line.expression for line in _memory_lines(family) if len(line.expression.dims) > _MATRIX]
-    stacked = {component for stack in stacks for component in stack.components}
-    if any(not stacked.isdisjoint(components) for components in encoded.values()):
-        yield (
-            f"transformers 5.23 reads experts in {encoding} wrongly, vLLM and compressed-tensors do not; for "
-            "transformers leave them plain:  --skip '*.experts.*'"
-        )
-
-
-def _memory_lines(family: Family) -> Sequence[Line]:
-    dialect = family.dialect(MEMORY)
-    return () if dialect is None else dialect.lines
 
 
 def steps_by_file(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:

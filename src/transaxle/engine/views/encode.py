@@ -288,9 +288,13 @@ def _notes(unread: Mapping[str, str], text: str) -> Iterator[str]:
     """Yield one note per reason why transformers would read codes wrongly; in tensor names, `*` replaces numbers."""
     for reason in dict.fromkeys(unread.values()):
         names = [name for name, why in unread.items() if why == reason]
-        patterns = ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
         count = plural(len(names), "weight")
-        yield f"{text}: {count} whose codes transformers would read wrongly, because {reason} ({patterns})"
+        yield f"{text}: {count} whose codes transformers would read wrongly, because {reason} ({name_patterns(names)})"
+
+
+def name_patterns(names: Iterable[str]) -> str:
+    """Return a list of tensor names as text, in which `*` replaces numbers."""
+    return ", ".join(dict.fromkeys(_NUMBER.sub("*", name) for name in names))
 
 
 def _misfit(view: View, target: Target | None, encoding: Encoding, name: str, *, across: bool) -> str:
