@@ -656,8 +656,8 @@ def one_file_ends() -> tuple[str, ...]:
 
 
 def foreign_ends() -> tuple[str, ...]:
-    """Return the endings of tensor files that are not a whole checkpoint: files of a folder, and files of formats that
-    cannot be read.
+    """Return the endings of tensor files that Transaxle cannot open alone: parts of a checkpoint folder, and files of
+    formats that it does not read.
     """
     return (*(end for kind in builtin().values() for end in kind.parts), *_FOREIGN)
 

@@ -208,7 +208,7 @@ class TrainingItem(msgspec.Struct, frozen=True):
     name: str | None
     """Name of the value's tensor in the catalog; None if the value is neither a tensor nor a number."""
     value: Any = None
-    """The value itself if it was not saved as a tensor, as the pickle contains it."""
+    """The value as the pickle contains it, if it was not saved as a tensor; otherwise None."""
     what: str = ""
     """Description of the value, for messages."""
 

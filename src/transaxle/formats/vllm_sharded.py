@@ -59,7 +59,9 @@ class _Part(msgspec.Struct, frozen=True, omit_defaults=True):
     dim: int = 0
     """Dim that is cut."""
     intervals: list[tuple[int, int]] | None = None
-    """Intervals of that dim that the rank has, in the order of its tensor; None if the rank has the whole tensor."""
+    """Intervals of that dim that the rank has, in the order of the rank's tensor; None if the rank has the whole
+    tensor.
+    """
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -127,8 +129,9 @@ class _Pieces(msgspec.Struct, frozen=True):
 
     dim: int
     intervals: tuple[Intervals, ...] | None
-    """For each rank, its intervals of the dim; an interval that several ranks have begins and ends alike on each. None
-    if every rank has the whole tensor."""
+    """For each rank, its intervals of the dim; two intervals of different ranks are equal or have no index in common.
+    None if every rank has the whole tensor.
+    """
     blocks: tuple[tuple[tuple[ShardBlock, bool], ...], ...]
     """For each rank, its boxes, each with whether an earlier rank has the same box."""
     shapes: tuple[Shape, ...]

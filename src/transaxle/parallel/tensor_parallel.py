@@ -364,7 +364,9 @@ def _is_between(module: nn.Module, model: nn.Module, plan: Plan) -> bool:
 
 
 class LocalPart(torch.Tensor):
-    """A rank's shard of a parameter, or a tensor computed from a shard; `torch.distributed.checkpoint` is refused."""
+    """A rank's shard of a parameter, or a tensor computed from a shard. It refuses to be saved by
+    `torch.distributed.checkpoint`.
+    """
 
     def new_empty(self, *args: Any, **kwargs: Any) -> LocalPart:
         """Return an uninitialized tensor of the same class, as `deepcopy` requires."""

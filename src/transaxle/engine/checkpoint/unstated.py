@@ -119,7 +119,9 @@ def _names_in_model(
     config: Mapping[str, Any] | None,
     in_memory: InMemory,
 ) -> dict[str, str]:
-    """Return the names of an optimizer's numbered parameters by the order of a torch file or of transformers' model."""
+    """Return number -> name, for the parameters of an optimizer that numbers them in the order of the torch file, or of
+    transformers' model.
+    """
     shapes, numbers = _state_shapes(state), [number for group in groups for number in group]
     if config is None:
         config = read_stored_config(weights.storage) if CONFIG in weights.carried else {}

@@ -156,7 +156,8 @@ def _cut_lines(
     cut_of: Callable[[Expression, Mapping[str, int]], Shares | None],
     problems: list[Refusal],
 ) -> dict[str, Shares | None]:
-    """Return how ranks share out the parameters of mapping rules; tensors of one rule and equal sizes are cut once.
+    """Return how ranks share out the parameters of mapping rules; the cut is computed once for all tensors of one rule
+    with equal axis sizes.
 
     Args:
         lines: each mapping rule, with the names of its parameters by the indices in the names.

@@ -3,8 +3,8 @@
 Each rank's file contains a state dict. The files have names like `model_world_size_4_rank_0.pt` (verl and related
 programs), or names that the user describes by a template (`model_rank{}.pt`). A tensor that is divided among ranks (a
 DTensor or a ShardedTensor) is joined from its boxes on all ranks. The boxes must cover the tensor exactly once, apart
-from replicas. If several ranks have the same box, or a plain tensor, which every rank has whole, the copies must be
-equal. Each conversion compares the copies before it writes.
+from replicas. If several ranks have the same box, their copies must be equal; so must the copies of a plain tensor,
+which is whole on every rank. Each conversion compares the copies before it writes.
 
 A folder is refused if a rank's file is missing, or if the files of two ranks contradict each other: they differ in a
 tensor's shape, dtype, mesh or placement, in the training step, or in the set of tensors.
@@ -386,7 +386,7 @@ def _join_boxes(
 
 
 def _box_entry(name: str, shard: RankShard, block: ShardBlock) -> Entry:
-    """Return a box of a rank's part as a tensor of its own."""
+    """Return a separate tensor that consists of one box of a rank's part."""
     return Entry(name, shard.dtype, block.shape, tuple(block_extents(shard, block, (0,) * len(block.shape))))
 
 

@@ -113,7 +113,8 @@ def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoi
 
 
 class _TableNames(StoredNames):
-    """Stored names that are read with a table made for one checkpoint, in which codes and scales are separate tensors.
+    """Stored names that are read with a table that was made for this checkpoint alone; in this table, codes and scales
+    are separate tensors.
 
     Args:
         container: the container of the stored tensors.

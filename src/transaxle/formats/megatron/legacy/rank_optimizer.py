@@ -404,7 +404,7 @@ class ShardJoiner:
         """Join the shards of all parameters.
 
         Args:
-            shards_by_name: maps parameter name to (pipeline stage, virtual stage) to the shards of all ranks.
+            shards_by_name: parameter name -> (pipeline stage, virtual stage) -> the shards of all ranks.
             flat: names of the parameters whose optimizer state must be in a flat buffer of at least one rank.
 
         Returns:
