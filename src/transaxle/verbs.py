@@ -167,8 +167,7 @@ def open(  # noqa: A001 - the contract's name
         rules: path of the user's own rules file, with mapping rules for tensor names.
         weights: weights of a DeepSpeed or Megatron checkpoint to read: the optimizer's `fp32`, or the model's `lp`.
         optimizer: whether to include the optimizer's state; None means to include it, except in `safetensors:hf`.
-        average: whether replicas that differ between the ranks of a DeepSpeed or Megatron checkpoint are replaced by
-            their mean.
+        average: whether to replace replicas that differ between ranks (DeepSpeed, Megatron) by their mean.
         ranks: names of the torch files of a job's ranks, such as `model_rank{}.pt`; None means verl's names.
         decode: `bf16` or `fp32`: the dtype to which quantized tensors are decoded when they are read.
         dtype: `bf16`, `fp16` or `fp32`: the dtype to which unquantized tensors are cast when they are read.

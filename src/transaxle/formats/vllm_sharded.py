@@ -91,7 +91,7 @@ def draft(
         tensors: the tensors of the whole model, under the names of the dialect `vllm`.
         metadata: strings for the header of each file.
         shard_size: maximum number of tensor bytes in one file of a rank; a larger tensor gets a separate file.
-        degrees: the parallel degrees, of which the files depend on `tp` only; `parts` contains the effect of `ep`.
+        degrees: the parallel degrees; only `tp` is used, because `parts` already takes `ep` into account.
         parts: the intervals of each tensor that each rank has.
         names: tensor name -> name under which vLLM looks for it in the files; a missing name is the same.
         ones: names of numbers in the files that vLLM's model has besides its weights, and that are 1.

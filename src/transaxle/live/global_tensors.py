@@ -392,7 +392,8 @@ def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
 
 _ops: Any = torch.ops.aten
 _NEW = frozenset({_ops.new_empty.default})
-"""Torch operations with which copying code makes an empty tensor, whose attributes it then replaces."""
+"""Torch operations by which code that copies a tensor first creates an empty tensor, whose attributes it then replaces.
+"""
 _ON_LOCAL = frozenset({
     _ops.detach.default, _ops.alias.default, _ops.clone.default, _ops._to_copy.default, _ops.copy_.default,
     _ops.zeros_like.default, _ops.empty_like.default,

@@ -650,9 +650,9 @@ def install(optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], stat
     """Store loaded state in the optimizers, as Python numbers where an optimizer uses Python numbers.
 
     Whether a 0-d value becomes a tensor or a number depends on the optimizer's present state, or on the state that a
-    twin creates (`Twins`). If no twin works, a value becomes a number if only Python numbers are stored in its dtype;
-    but floats of 0-d parameters remain tensors. At the end, the optimizer's `__setstate__` may convert the state. Call
-    this function after the settings were restored.
+    twin creates (`Twins`). If no twin works, the stored dtype decides: a value becomes a number if optimizers store
+    only Python numbers in this dtype, except that floats of 0-d parameters remain tensors. At the end, the optimizer's
+    `__setstate__` may convert the state. Call this function after the settings were restored.
     """
     owners, twins = optimizers.owners(), Twins()
     for full, value in states.items():

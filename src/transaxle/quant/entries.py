@@ -107,7 +107,7 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[Intervals, ...]]]:
-    """Return which parts of whole tensors the entries of a parameter are, for parts that no DTensor can describe.
+    """Return, for each entry of a parameter that no DTensor can describe, which part of a whole tensor the entry is.
 
     Args:
         parameter: this rank's shard, cut by tensor parallelism in a way that no DTensor can describe; FSDP2 may have

@@ -252,8 +252,7 @@ def quantize_operand(
 
 
 def transpose_operand(x: torch.Tensor, *, transform: bool) -> torch.Tensor:
-    """Transpose a matrix to [K, M], so that products sum over the matrix's rows, which are padded with zeros to a
-    multiple of 16.
+    """Transpose a matrix to [K, M], so that products sum over its rows; M is padded with zeros to a multiple of 16.
 
     Args:
         x: the matrix, [M, K].

@@ -327,8 +327,8 @@ def recognise(
 def _refuse_silent(
     labels: Collection[str], grouped: Mapping[str, list[str]], families: Families, best_count: int
 ) -> None:
-    """Refuse tensor names if they fit a table that only a config can select better than any table that names alone can
-    select.
+    """Refuse tensor names that fit best a table which only a config can select; without the config, a table that fits
+    worse would be selected.
 
     Args:
         labels: the dialects that match the most names, among all tables that names alone can select.

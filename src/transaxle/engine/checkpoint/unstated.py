@@ -14,9 +14,9 @@ assigning parameters to groups, or the rule that Trainer uses leads to an assign
 
     model_world_size_2_rank_0.pt  optim_world_size_2_rank_0.pt    verl: rank files
 
-Rank files have the model's order too, and say how the ranks share each tensor: a parameter and its state alike. So
-buffers and frozen parameters, which have no state, may be among the weights: a single way of leaving them out is proof
-as well.
+Rank files have the model's order too. They also show how ranks share each tensor, and a parameter is shared like its
+state. So the weights may include buffers and frozen parameters, which have no state: if they can be left out in a
+single way, that is proof as well.
 
 **How tensor-parallel ranks cut parameters**, if the files do not record it: the tables state which axes may be cut, and
 `cutter` divides the parameters along these axes.
@@ -152,7 +152,9 @@ def _names_in_model(
 
 
 def _names_in_rank_files(weights: Container, state: Container, groups: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the names of an optimizer's numbered parameters by the order of the weights in rank files."""
+    """Return number -> name, for the parameters of an optimizer that numbers them in the order of the weights in rank
+    files.
+    """
     shapes = _state_shapes(state)
     parts = {full: entry for full, entry in state.entries.items() if entry.shape and split_slot(full)[0] in shapes}
     keys: dict[str, tuple[Shape, Hashable]] = {
@@ -176,14 +178,16 @@ def _names_in_rank_files(weights: Container, state: Container, groups: Sequence[
 
 
 def _dealt(names: Sequence[str], owners: Sequence[int | None], groups: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return number -> name; each group's numbers go to its parameters in the model's order."""
+    """Return number -> name: the numbers of each group, in order, are those of the group's parameters in the model's
+    order.
+    """
     numbers_left = [iter(group) for group in groups]
     return {next(numbers_left[group]): name for name, group in zip(names, owners, strict=True) if group is not None}
 
 
 def _state_shapes(state: Container) -> dict[str, Shape]:
-    """Return the shape of each numbered parameter; all optimizer state of a parameter that has dims must have this
-    shape.
+    """Return number of a parameter -> its shape, which is that of its optimizer state; all its states except 0-d ones
+    must have one shape.
     """
     shapes: dict[str, Shape] = {}
     for full, entry in state.entries.items():
@@ -206,7 +210,8 @@ def assign_groups(
     If the groups have fewer parameters than the model, the remaining parameters are frozen.
 
     Args:
-        order: shapes of the parameters, in the model's order, or other facts that a parameter and its state share.
+        order: shapes of the parameters, in the model's order, or any other property that a parameter shares with its
+            state.
         groups: for each group, the shapes that it expects, in the group's order; None means any shape.
 
     Returns:

@@ -222,7 +222,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     files: dict[str, int]
     """Target file -> size in bytes, for all target files including files that are copied unchanged."""
     carried: tuple[str, ...]
-    """Names in the target of the source's files that are copied, such as a tokenizer."""
+    """Target names of the files that are copied from the source, such as a tokenizer."""
     kept: tuple[str, ...]
     """Source tensors that the target dialect does not know; these tensors keep their names."""
     ignored: tuple[str, ...]

@@ -436,8 +436,8 @@ def _check_map(
         states: contents of the ranks' optimizer files.
         group: index of the optimizer group.
         cut: parameter name -> computed intervals of the parameter.
-        cut_before: parameter name -> intervals in the order that parameters had before they were dealt out, which a map
-            may have; empty if they were not dealt out.
+        cut_before: parameter name -> intervals in the order before `round_robin_gradients` reordered the parameters,
+            which a map may have instead; empty without this setting.
     """
     for dp_rank, state in enumerate(states):
         listed = state.root.get(keys.MAPPINGS)

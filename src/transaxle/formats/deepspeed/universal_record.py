@@ -94,7 +94,7 @@ class Record:
             shape: shape of the whole parameter.
             dim: index of the dim that is cut, counted among the view's dims.
             widths: number of rows of each sub-parameter on each rank, as `widths[sub_parameter][rank]`.
-            view: the shape with sub-parameters, if the parameter has any, or is cut with other dims than `shape` has.
+            view: the shape in which the parameter is cut, if it differs from `shape`, as with a dim for sub-parameters.
             rank: the rank to which the record belongs; the record then states this rank's shard shape.
             bias: whether the parameter is a bias.
 

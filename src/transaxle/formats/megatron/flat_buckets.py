@@ -185,7 +185,9 @@ def _explains_chunks(bucket: Bucket, places: Sequence[BucketPlace]) -> bool:
 
 
 def _are_rank_shares(starts: frozenset[int], unexplained: frozenset[int], share: int, size: int) -> bool:
-    """Return whether all unexplained chunks begin at shares of ranks, and a chunk begins at every share of a rank."""
+    """Return whether every unexplained chunk begins where a rank's share begins, and every rank's share begins with a
+    chunk.
+    """
     return not any(other % share for other in unexplained) and all(at in starts for at in range(share, size, share))
 
 

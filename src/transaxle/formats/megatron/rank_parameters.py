@@ -7,10 +7,11 @@ up projection, into two chunks per rank, one from the gate and one from the up p
 
 Flat buckets contain the parameters in the reverse of the order in which Megatron's modules register them. Constructors
 create submodules in this order, and register a module's own parameters before those of its submodules. The order was
-read from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which have the same order. The names in
-a checkpoint do not show two choices. First, the norm before a projection is part of the projection in Transformer
-Engine, but a separate module in Megatron's own layers; its stored name is the same. Second, a module registers either
-expert by expert, or the first linear layers of all experts before the second linear layers of all experts.
+read from the models of megatron-core 0.12.3, 0.14.0, 0.15.3, 0.16.1 and 0.19.2, which have the same order. Two choices
+that the model makes cannot be seen from the names in a checkpoint. First, the norm before a projection is part of the
+projection in Transformer Engine, but a separate module in Megatron's own layers; its stored name is the same. Second, a
+module registers either expert by expert, or the first linear layers of all experts before the second linear layers of
+all experts.
 """
 
 from __future__ import annotations

@@ -277,7 +277,9 @@ class Upload:
 
     @property
     def scratch(self) -> Path:
-        """The folder `path`, since an upload of this kind cannot be resumed."""
+        """The folder `path`: there is no separate folder for unfinished work, because an upload by one process cannot
+        be resumed.
+        """
         return self.path
 
     @property

@@ -138,7 +138,9 @@ class World:
         return [whole.numpy().data for whole in wholes]
 
     def _gather_rests(self, octets: torch.Tensor, wholes: list[torch.Tensor]) -> None:
-        """Gather the bytes beyond the first page in rounds, so that little memory is needed besides that of the items."""
+        """Gather the bytes beyond the first page in rounds, so that little memory is needed in addition to the items'
+        own.
+        """
         longest = max(map(len, wholes))
         # All ranks know the same sizes, so all ranks take part in the same number of collective operations.
         share = max(_PAGE, -(-sum(map(len, wholes)) // self.size))

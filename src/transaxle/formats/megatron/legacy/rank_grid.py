@@ -337,7 +337,8 @@ def _writers(mesh: Mesh) -> Iterator[tuple[int, int]]:
     """Yield the coordinates (expert-parallel rank, tensor-parallel rank) of ranks that together have all parameters of
     a stage.
 
-    Megatron numbers tensor-parallel and expert-tensor-parallel ranks fastest, so the first ranks of a stage are enough.
+    In Megatron's numbering of ranks, tensor-parallel and expert-tensor-parallel ranks are adjacent, so the first ranks
+    of a stage are enough.
     """
     for rank in range(max(mesh.tp, mesh.etp * mesh.ep)):
         yield rank // mesh.etp % mesh.ep, rank % mesh.tp
