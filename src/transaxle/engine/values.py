@@ -298,7 +298,9 @@ class _SummingTally:
         self._least, self._most = _ABOVE_ALL, _BELOW_ALL
         self._channels = _Channels(width, self._word)
         self._sums, self._squares = Counter[int](), Counter[int]()
-        """Exponent of two, counted from the grain -> sum of the limbs with this exponent."""
+        """Exponent of two, counted from the dtype's `grain` -> sum of the limbs (parts of mantissas, or of their
+        squares) with this exponent.
+        """
         self._mantissas = self._products = np.empty(0, np.uint64)
         self._exponents, self._weights = np.empty(0, np.intp), np.empty(0)
 
@@ -350,7 +352,9 @@ class _SummingTally:
     def _gather(
         self, into: Counter[int], step: int, parts: Codes, shift: int, signs: npt.NDArray[Any] | None = None
     ) -> None:
-        """Add limbs to the sums for each exponent; the key of a sum increases by `step` per exponent."""
+        """Add limbs (parts of mantissas, or of their squares) to the sums by exponent; squares have twice the exponent,
+        so `step` is 2 for them.
+        """
         weights = self._weights[: len(parts)]
         weights[...] = parts
         if signs is not None:

@@ -411,7 +411,7 @@ def pattern_of(name: str) -> str:
 
 
 def fit_engine(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Checkpoint:
-    """Return the model in a checkpoint, with the axis sizes that depend on the engine's number of ranks.
+    """Return the checkpoint with axis sizes for the engine's number of ranks, and without training state.
 
     Args:
         checkpoint: the source checkpoint.
@@ -419,8 +419,8 @@ def fit_engine(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Checkp
         degrees: parallel degrees of the engine.
 
     Raises:
-        Refused: with code UNSUPPORTED, for a dialect that is not vLLM's, for parallel degrees that vLLM has not, and if
-            the user wants the optimizer's state.
+        Refused: with code UNSUPPORTED, for a dialect that is not vLLM's, for parallel degrees that vLLM does not
+            support, and if the user wants the optimizer's state.
     """
     if dialect.partition("@")[0] != VLLM:
         message = f"vLLM looks for tensors of the dialect {VLLM} in these files, not of {dialect}"
