@@ -1,8 +1,8 @@
 """LoRA: the changes that an adapter's files make to a model's weights, interpreted as peft interprets them.
 
-A change of a weight is `scaling * B @ A`. Which weight changes follows from tensor names and from adapter_config.json.
-If several parameters of one module change (`target_parameters`), peft nests them in the module's order, which no file
-records. For such parameters, the shapes must leave only one possible order.
+A change of a weight is `scaling * B @ A`. Tensor names and adapter_config.json show which weights change. If several
+parameters of one module change (`target_parameters`), peft nests them in the module's order, which no file records. For
+such parameters, the shapes must leave only one possible order.
 """
 
 from __future__ import annotations

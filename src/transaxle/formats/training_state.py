@@ -8,10 +8,10 @@ neither tensors, numbers nor settings are not read, but the metadata lists them.
 Training programs also save schedulers, counters, the position in the data and averages of the weights, in the same dict
 as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`; Lightning: `loops`, `callbacks`,
 `hyper_parameters`; nanoGPT: `model_args`, `iter_num`). A value belongs to this training state if the names of the dicts
-around it, or its place next to the model's dict, show it, or if it is a Python number (`epoch`). The tensors and
-numbers of training state are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values
-that are not tensors, if they are plain data. Formats without a place for counters and schedules store these with the
-optimizer's state (`KEPT_RUN`).
+around it show this, if it is next to the model's dict, or if it is a Python number (`epoch`). The tensors and numbers
+of training state are ordinary tensors of the catalog; a `TrainingItem` refers to them, and stores all values that are
+not tensors, if they are plain data. Formats without a place for counters and schedules store these with the optimizer's
+state (`KEPT_RUN`).
 
 **Parameter groups**: the settings of an optimizer, with the names of the parameters to which each group applies.
 

@@ -5,13 +5,14 @@
     OUT/config.json, tokenizer files        as in the hub's folder
 
 vLLM (`load_format="sharded_state"`) opens the files of its rank, and copies each tensor into the tensor of the same
-name in its model's state dict. It refuses a folder that lacks a name of the state dict, and a name that is not there.
-Of several names of one tensor, the state dict counts under the first in alphabetical order.
+name in its model's state dict. It refuses a folder that lacks a name of the state dict, or has a name that the state
+dict lacks. If one tensor of the state dict has several names, only the first name in alphabetical order counts.
 
 The files have no place for the whole model: which part a rank has is known only to vLLM's code. So Transaxle adds a
 note to each header, which vLLM ignores: the name and the shape of each whole tensor, and the intervals of it that the
-rank has. From the notes the folder is opened again as one checkpoint. Folders that vLLM itself saved have no notes.
-They contain the tensors as vLLM's kernels packed them, which differ from one machine to another, and are refused.
+rank has. These notes allow Transaxle to open the folder again as one checkpoint. Folders that vLLM itself saved have no
+notes, and are refused: they contain the tensors as vLLM's kernels packed them, which differs from one machine to
+another.
 """
 
 from __future__ import annotations

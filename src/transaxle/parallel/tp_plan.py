@@ -460,7 +460,7 @@ class _Planner:
         return any(self._is(member, nn.Linear | GroupedLinear) and not self._inward(member) for member in members)
 
     def _inward(self, weight: Weight) -> bool:
-        """Return whether a layer's weight is cut along the layer's input; the only dim of a bias is the output."""
+        """Return whether a layer's weight is cut along the layer's input dim, which a bias does not have."""
         return len(weight.shape) > 1 and self._dim(weight) == len(weight.shape) - 1
 
     def _is(self, weight: Weight, kind: type[nn.Module] | UnionType) -> bool:

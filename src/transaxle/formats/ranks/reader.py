@@ -148,7 +148,7 @@ def open_ranks(storage: Storage, path: str, member: str, ranks: str | None = Non
 
 
 def _check_fsdp_config(storage: Storage, count: int) -> None:
-    """Refuse rank files of another number than verl's fsdp_config.json beside them gives, if there is one."""
+    """Refuse rank files if their number differs from that in verl's fsdp_config.json, if this file is beside them."""
     if FSDP_CONFIG not in storage.listing().names:
         return
     try:

@@ -140,8 +140,8 @@ class StepCheckpoints:
         return {int(match[2]): name for match, name in matches if match[1] == common and is_complete(self.place(name))}
 
     def _tidy(self) -> None:
-        """On one rank, delete old checkpoints. The newest few up to the last saved step, later steps, and foreign files
-        are kept.
+        """On one rank, delete old checkpoints, but keep the newest ones up to the last saved step, the best one, and
+        files of other programs.
 
         If a run went back to an earlier step, its later checkpoints are kept until the run replaces them. Files left by
         killed runs are deleted too.

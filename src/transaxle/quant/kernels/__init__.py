@@ -51,9 +51,8 @@ def quantize(
     Args:
         x: the matrix, [M, K] of bfloat16, float16 or float32, with any strides. Tiles at the edges may be smaller.
         encoding: the encoding of the result.
-        amax: for float8 and nvfp4, the largest magnitude to scale for, if it is not that of `x` alone (shards of one
-            tensor must have the same scale), as float32 [1] on the device of `x`, or a number. None means that the amax
-            is computed from `x`.
+        amax: for float8 and nvfp4, the largest magnitude from which the scale is computed, as float32 [1] on the device
+            of `x`, or as a number; shards of one tensor need that of the whole tensor. None means the amax of `x`.
         scale: for float8, the factor by which `x` is multiplied, instead of an amax; float32 [1] or a number.
         rowwise: whether to compute codes whose tiles run along rows.
         columnwise: whether to compute codes whose tiles run down columns (mxfp8, nvfp4), in the same pass.
