@@ -377,8 +377,8 @@ def average_replicas(container: Container) -> Container:
     """Return a container in which replicas that differ are replaced by their mean; equal replicas are compared as
     before.
 
-    Replicas that the conversion does not read (such as the module's weights, if it reads the optimizer's copies) differ
-    for the same reason, and are no longer compared.
+    If replicas drifted apart, so did those that the conversion does not read (such as the module's weights, if it reads
+    the optimizer's copies). These are therefore not compared any more.
 
     Raises:
         Refused: with code UNSUPPORTED, if replicas have more than 256 MiB, or a dtype that cannot be averaged.

@@ -159,10 +159,10 @@ def rank_shares(
     """Cut a stored tensor over ranks as an inference engine does, by the first `cut` statement that applies to the
     tensor.
 
-    In a fused dim, each component (q, k, v) is cut separately. A padded dim is cut as a whole, padding included. If the
-    padding has the cut axis too, the padding is cut like a component instead. If an axis has fewer indices than there
-    are ranks (key-value heads), several ranks share one index, and divide among them the inner axis that the statement
-    `cut tp = r within g` names.
+    In a fused dim, each component (q, k, v) is cut separately. A padded dim is cut as a whole, padding included; but if
+    the cut axis is also an axis of the padding, the padding is cut separately, like a component. If an axis has fewer
+    indices than there are ranks (key-value heads), several ranks share one index, and divide among them the inner axis
+    that the statement `cut tp = r within g` names.
 
     Args:
         expression: layout expression of the stored tensor, from the family's table.

@@ -260,7 +260,7 @@ def _nest(rows: _Array, dims: int) -> Iterator[TileBox]:
     Post-condition: going through the boxes in order yields the rows in their original order.
     """
     steps = np.diff(rows, axis=0)
-    # Rows between two breaks differ by a constant step, so they form one loop.
+    # A break is where the step from row to row changes; all rows up to the next break form one loop.
     breaks = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1
     begin = 0
     while begin < len(rows):

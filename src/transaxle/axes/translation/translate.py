@@ -474,8 +474,8 @@ class _Translator:
         return stored_forms.pop() if name in built and len(stored_forms) == 1 else None
 
     def _are_alike(self, line: Line) -> bool:
-        """Return whether the targets of a mapping rule differ only in name and index, if they are read by the same
-        mapping rules of the source.
+        """Return whether all targets of a mapping rule that are read by the same mapping rules of the source differ
+        only in name and index.
         """
         return line.when is None and not self.tied and self._varying.isdisjoint(line.name.axes)
 

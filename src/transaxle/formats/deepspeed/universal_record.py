@@ -330,8 +330,8 @@ class _RecordReader:
 def resolve_view(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
     """Return the logical shape that a view describes, and the sizes of the sub-parameters along the cut dim.
 
-    An int at the cut dim of a view is the number of sub-parameters. If there are widths for only one sub-parameter,
-    however, the int is the size of this sub-parameter, as DeepSpeed writes it for biases.
+    An int at the cut dim of a view is the number of sub-parameters. But if widths are stated for only one
+    sub-parameter, as DeepSpeed does for biases, the int is the size of this sub-parameter.
 
     Args:
         view: the view; None means that the parameter has the shape `shape` and a single sub-parameter.
@@ -533,8 +533,8 @@ class UniversalInfo:
         return self._categories.without_padding(name, affine)
 
     def _reconcile(self, name: str, affine: Spread, from_lists: Spread) -> Spread:
-        """Compare the spread (which boxes each rank has) from the affine map with the pattern lists, and return it;
-        only the affine map can describe a new order of blocks.
+        """Return the spread (which boxes each rank has) from the affine map, after comparing it with that from the
+        pattern lists, which cannot describe a new order of blocks.
         """
         finer = self._categories.only_rows(name) and _along(affine, 1) and affine.shards == from_lists.shards
         if affine.shape != from_lists.shape or not (finer or same(affine, from_lists)):
