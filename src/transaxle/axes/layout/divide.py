@@ -413,8 +413,8 @@ def _leads(node: Node, axes: Sequence[str]) -> bool:
 def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
     """Return the positions of the whole dim that one rank has, in the rank's local order.
 
-    The rank's local dim has the same expression as the whole dim, but a smaller last axis. Local indices along the last
-    axis count from the rank's first index.
+    The rank's local dim has the same axes as the whole dim, but the last of the cut axes is smaller. Local indices
+    along the last axis count from the rank's first index.
     """
     shape = tuple(sizes[axis] for axis in axes)
 

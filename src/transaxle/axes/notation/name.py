@@ -44,8 +44,8 @@ a wrapper's only if the parent module has no other child.
 """
 _AROUND = _WRAPPERS | {_PARALLEL, "_forward_module"}
 _OUTER = _AROUND | {"model", "model_state_dict", "model_state", "state_dict"}
-"""Segments that wrappers may put in front of all names of a model; a prefix of these segments does not imply a larger
-model.
+"""Segments that wrappers may put in front of all names of a model; other prefixes mean that the model is part of a
+larger one.
 """
 _MARKED = tuple(f"{segment}{_SEPARATOR}" for segment in (*sorted(_WRAPPERS), _PARALLEL))
 

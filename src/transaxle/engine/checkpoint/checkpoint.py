@@ -793,7 +793,7 @@ def _modules(bound: BoundNames, name: str) -> Sequence[str]:
 
 
 def _exists(bound: BoundNames, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
-    """Return whether the config's model has a tensor of the table line that is not in `without`; True without config."""
+    """Return whether the config's model has a tensor of the line that is not in `without`; True without config."""
     index = line.name.index_at(position)
     tensors = (bound.family.tensors[part] for part in line.expression.components if part not in without)
     return any(sizes.holds(tensor.when, index) is not False for tensor in tensors)
