@@ -44,7 +44,7 @@ NO_TABLE = {
 }  # fmt: skip
 """Architectures with a bridge and without a table."""
 NO_DIALECT = {
-    "DeepseekV4ForCausalLM", "Glm4vMoeForConditionalGeneration", "KimiK25ForConditionalGeneration",
+    "DeepseekV4ForCausalLM", "Glm4vMoeForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration", "NemotronH_Nano_Omni_Reasoning_V3", "Qwen2AudioForConditionalGeneration",
     "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration", "Step3p7ForConditionalGeneration",
 }  # fmt: skip

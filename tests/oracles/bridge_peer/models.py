@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +145,18 @@ def _mistral(text_type: str, text: Config, *, tied: bool = False) -> Config:
     return _pictures(text_type, text, _PIXTRAL, tied=tied, spatial_merge_size=2, multimodal_projector_bias=False)
 
 
+_MOONSHOT = {
+    "vt_hidden_size": 32, "vt_intermediate_size": 36, "vt_num_hidden_layers": 2, "vt_num_attention_heads": 4,
+    "mm_hidden_size": 32, "text_hidden_size": 40, "patch_size": 4, "init_pos_emb_height": 5, "init_pos_emb_width": 6,
+    "merge_kernel_size": [2, 2],
+}  # fmt: skip
+
+
+def _kimi(text: Config) -> Config:
+    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return _pictures("kimi_k2", {**_LATENT, **_REMOTE, **routing, **text}, _MOONSHOT)
+
+
 _QWEN_80 = {"hidden_size": 80, **_ROPE}
 _FOUR_LAYERS = {"num_hidden_layers": 4}
 
@@ -176,6 +189,10 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
     ("kimi_k2", "KimiK2ForCausalLM"): [
         {**_LATENT, **_REMOTE, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         {**_LATENT, **_REMOTE, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": 1},
+    ],
+    ("kimi_k25", "KimiK25ForConditionalGeneration"): [
+        _kimi({}),
+        _kimi({"n_shared_experts": 1, "first_k_dense_replace": 0}),
     ],
     ("glm4_moe", "Glm4MoeForCausalLM"): [
         {**_DENSE, **_BALANCED, "use_qk_norm": True, "attention_bias": True},
@@ -268,6 +285,7 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
 }  # fmt: skip
 _MORE: dict[str, Model] = {
     "glm_moe_dsa": Model({}, _NO_GPU_DISPATCH),
+    "kimi_k25": Model({}, {**_NO_GPU_DISPATCH, "hf_model_path": json.dumps(_MOONSHOT), "trust_remote_code": True}),
     "nemotron_h": Model({}, renamed={"backbone.embedding.weight": "backbone.embeddings.weight"}),
 }
 """What all models of a type have besides their config."""

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.oracles.bridge_peer import devices, stand_ins
+from tests.oracles.bridge_peer import devices, kimi_modules, stand_ins
 from tests.oracles.bridge_peer.models import MODELS, Model
 
 Tensors = dict[str, torch.Tensor]
@@ -52,9 +52,11 @@ def _configuration(config: Mapping[str, Any]) -> Any:
     try:
         made = AutoConfig.for_model(config["model_type"], **keys)
     except ValueError:  # the model is its maker's own code
+        parts = ("text_config", "vision_config")
+        keys |= {key: _configuration({"model_type": "", **keys[key]}) for key in parts if key in keys}
         made = PretrainedConfig(**keys)
         made.model_type = config["model_type"]
-    made.architectures = config["architectures"]
+    made.architectures = config.get("architectures")
     return made
 
 
@@ -125,8 +127,10 @@ class _Bridge:
         return {n: v for n, v in held if isinstance(v, torch.Tensor) and not n.endswith("_extra_state")}
 
     def export(self, source: Any) -> Tensors:
-        """What the bridge makes of it for the hub."""
-        streamed = self.bridge.stream_weights_megatron_to_hf(self.parts, source, show_progress=False)
+        """What the bridge makes of it for the hub: values, where it would quantize the experts."""
+        streamed = self.bridge.stream_weights_megatron_to_hf(
+            self.parts, source, show_progress=False, weight_dtype=torch.float32
+        )
         return {each.param_name: each.weight.clone() for each in streamed}
 
     def read(self, folder: Path) -> tuple[Any, list[str]]:
@@ -206,6 +210,7 @@ def main(target: Path, names: list[str], *, load: bool = False) -> None:
     """Write what Megatron-Bridge makes of models, of all where none is named, or what Megatron loads of ours."""
     devices.pretend()
     stand_ins.install()
+    kimi_modules.install()
     logging.disable(logging.CRITICAL)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     with redirect_stdout(StringIO()):
