@@ -97,10 +97,12 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                "--tp.  [default: 128; torch_dist: none]", metavar="N"),
     ),
     "Changing numbers": (
-        Option("decode", "float_type", "Decode quantized tensors to this dtype.", choices=("bf16", "fp32"),
+        Option("decode", "float_type", "Decode quantized tensors to this dtype.", choices=("bf16", "fp16", "fp32"),
                common=True),
         Option("encode", "choice", "Quantize the weights of linear layers in this encoding.", example="mxfp8",
-               choices=("float8_block", "mxfp8", "nvfp4"), common=True),
+               choices=("float8_block", "mxfp8", "nvfp4", "int4"), common=True),
+        Option("group_size", "count", "int4 only: values of a row that share one scale.  [default: 32]",
+               flags=("--group-size", "--group"), metavar="N", example="128"),
         Option("dtype", "float_type", "Cast plain floating-point tensors to this type.",
                choices=("bf16", "fp16", "fp32"), common=True),
         Option("merge", "path", "Merge this LoRA adapter of peft (a folder) into the weights.", metavar="ADAPTER",
@@ -148,7 +150,7 @@ OF_ONE = frozenset({"decode", "weights", "average"})
 SHAPING = ("shard_size", "allow_lossy", "strict")
 """Options that shape a conversion's target and whose values are plain data."""
 _DEGREES = ("tp", "pp", "ep", "dp", "device", "make_vocab_size_divisible_by")
-_WRITING = (*OPENING, *SHAPING, "encode", *_DEGREES, "jobs", "memory", "on", "items")
+_WRITING = (*OPENING, *SHAPING, "encode", "group_size", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
     "open": OPENING,
     "info": OPENING,
@@ -198,6 +200,7 @@ class Exclusion:
 EXCLUSIONS = (
     Exclusion(("decode", "dtype", "encode", "merge")),
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
+    Exclusion(("group_size",), needs=("encode",)),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),
 )
 """All combinations of options that are refused for every checkpoint."""

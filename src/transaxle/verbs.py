@@ -6,9 +6,9 @@ The module `options` documents every option; tests compare the signatures in thi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from transaxle.arguments import (
     Axes,
@@ -30,14 +30,15 @@ from transaxle.arguments import (
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, open_source
 from transaxle.engine.checkpoint.settings import model_config
-from transaxle.errors import Refusal, Refused
+from transaxle.errors import Refused
+from transaxle.engine.observers import Progress, Unverified, Unwatched, Watch, no_progress, report_progress
 from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
 
 if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
     from transaxle.engine.carry import Report
     from transaxle.engine.compare import Comparison
-    from transaxle.engine.distribute.driver import Event, On
+    from transaxle.engine.distribute.driver import On
     from transaxle.engine.distribute.work_plan import ConversionOrder
     from transaxle.engine.execute import CheckedPlan
     from transaxle.engine.plan.conversion import Prepared
@@ -46,93 +47,8 @@ if TYPE_CHECKING:
     from transaxle.formats.store.leftovers import Leftover
     from transaxle.reports.reporting import ConversionPage
 
-Progress: TypeAlias = Callable[[int], None]
-"""Function that is called, from several threads, with the number of bytes that were just read or written."""
 _CONVERTED = ("hf", "converted")
 """Default names of the two dialects in a table that is derived from a function: of its input and of its output."""
-
-
-def no_progress(_: int) -> None:
-    """Ignore the number of bytes; this function is the default value of arguments named `progress`."""
-
-
-class Watch(Protocol):
-    """Observer whose methods a public function calls while it runs; the command line's `Screen` is such an observer."""
-
-    def state(self, consequence: str, way_on: str = "") -> None:
-        """Record what to tell the user if the function fails from now on, and what to advise if the user stops it."""
-
-    def working(self, activity: str) -> AbstractContextManager[None]:
-        """Show an activity while the `with` block runs."""
-
-    def opened(self, *checkpoints: Checkpoint) -> None:
-        """Receive the checkpoints that the public function has opened; they are closed when the function ends."""
-
-    def planned(self, cleared: CheckedPlan) -> None:
-        """Receive the plan of a conversion, with all reasons against carrying it out."""
-
-    def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> AbstractContextManager[Progress]:
-        """Show progress while the `with` block runs; the context manager yields the function that adds bytes."""
-
-    def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
-        """Show the progress of other processes; the context manager yields the function to call with each event."""
-
-
-class _Unwatched:
-    """A `Watch` that ignores all calls."""
-
-    def state(self, consequence: str, way_on: str = "") -> None:
-        """Ignore the text that would be shown after a failure."""
-
-    def working(self, activity: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Ignore the activity."""
-        return nullcontext()
-
-    def opened(self, *checkpoints: Checkpoint) -> None:
-        """Ignore the checkpoints."""
-
-    def planned(self, cleared: CheckedPlan) -> None:
-        """Ignore the plan."""
-
-    def progress(self, total: int, label: str = "", *, stays: bool = False) -> AbstractContextManager[Progress]:  # noqa: ARG002
-        """Show no progress; yield a function that does nothing."""
-        return nullcontext(no_progress)
-
-    def workers(self) -> AbstractContextManager[Callable[[Event], None]]:
-        """Show no workers; yield a function that does nothing."""
-        return nullcontext(lambda _: None)
-
-
-@contextmanager
-def _report_progress(
-    watch: Watch | None, progress: Progress, total: int, label: str, *, stays: bool = False
-) -> Iterator[Progress]:
-    """Yield a function that reports the bytes of each block to both `watch` and `progress`."""
-    if watch is None or type(watch) is _Unwatched:
-        yield progress
-        return
-    with watch.progress(total, label, stays=stays) as shown:
-
-        def count(size: int) -> None:
-            shown(size)
-            progress(size)
-
-        yield count
-
-
-class Unverified(Refused):
-    """Raised if a conversion was completed, but its result, read back, does not equal the source.
-
-    Attributes:
-        report: report of the conversion, which contains the verification.
-    """
-
-    def __init__(self, refusals: Sequence[Refusal], report: Report) -> None:
-        super().__init__(refusals)
-        self.report = report
-
-    def __reduce__(self) -> tuple[type[Unverified], tuple[tuple[Refusal, ...], Report]]:  # type: ignore[override]
-        return type(self), (self.refusals, self.report)
 
 
 @suggests
@@ -276,7 +192,8 @@ class _Conversion:
         self._src, self._options, self._watch = src, options, watch
         self.target = read_path("dst", dst)
         encode = options.get("encode")
-        self._encode = None if encode is None else Encode(encode, options.get("only", ()), options.get("skip", ()))
+        patterns = options.get("only", ()), options.get("skip", ())
+        self._encode = None if encode is None else Encode(encode, *patterns, options.get("group_size") or 0)
         self._degrees, self._shaping = read_degrees(options), select(options, SHAPING)
         self.opening = select(options, OPENING if encode is None else READING)
         self.limit = limits(options.get("jobs"), options.get("memory"))
@@ -373,7 +290,7 @@ class _Conversion:
 
         how = select(self._options, ("overwrite", "resume", "sync"))
         total = sum(tensor.nbytes for tensor in cleared.plan.tensors)
-        with _report_progress(self._watch, progress, total, "copying", stays=True) as counted:
+        with report_progress(self._watch, progress, total, "copying", stays=True) as counted:
             if takes_parts(self.target):
                 from transaxle.engine.distribute.driver import convert_in_parts
 
@@ -446,6 +363,7 @@ def plan(
     allow_lossy: bool = False,
     strict: bool = False,
     encode: str | None = None,
+    group_size: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
     ep: int | None = None,
@@ -472,7 +390,7 @@ def plan(
         The plan; `.refusals` lists every reason against the conversion, in `src` and in `dst`.
     """
     options = read_options("plan", locals())
-    conversion = _Conversion(src, dst, options, watch or _Unwatched())
+    conversion = _Conversion(src, dst, options, watch or Unwatched())
     with conversion.open_and_plan(running=False) as cleared:
         if write is not None and conversion.order is not None and not cleared.plan.refusals:
             from transaxle.engine.distribute.work_plan import work_plan, write_plan
@@ -516,6 +434,7 @@ def convert(
     allow_lossy: bool = False,
     strict: bool = False,
     encode: str | None = None,
+    group_size: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
     ep: int | None = None,
@@ -546,7 +465,8 @@ def convert(
         shard_size: maximum bytes of tensors per file, as 5_000_000_000 or "5GB"; ignored if `dst` is one file.
         allow_lossy: allow arithmetic that a mapping rule marks as lossy, and casts that make finite values infinite.
         strict: refuse tensors for which the target dialect has no mapping rule; otherwise they keep their names.
-        encode: `float8_block`, `mxfp8` or `nvfp4`: the encoding in which the weights of linear layers are written.
+        encode: `float8_block`, `mxfp8`, `nvfp4` or `int4`: the encoding in which weights of linear layers are written.
+        group_size: number of values in a row that share one scale, for `int4`; None means 32.
         only: patterns of the names of tensors to encode, decode or cast; empty means linear layers with `encode`.
         skip: patterns of the names of tensors to leave unchanged.
         tp: number of tensor-parallel ranks, for `megatron_torch`, `vllm_sharded` and the padding in `torch_dist`.
@@ -570,7 +490,7 @@ def convert(
             is raised if the result is wrong; it contains the report of the conversion.
     """
     options = read_options("convert", locals())
-    observer = watch or _Unwatched()
+    observer = watch or Unwatched()
     observer.state("nothing was written")
     result = _Conversion(src, dst, options, observer).carry_out(progress)
     if result.verification is not None:
@@ -639,12 +559,12 @@ def verify(
     if b is None:
         with (
             open_source("a", a, opening) as alone,
-            _report_progress(watch, progress, alone.container.nbytes, "verifying") as counted,
+            report_progress(watch, progress, alone.container.nbytes, "verifying") as counted,
         ):
             return verify_alone(alone, limit, counted)
     with (
         open_pair(a, b, opening) as (first, second),
-        _report_progress(watch, progress, first.container.nbytes, "comparing") as counted,
+        report_progress(watch, progress, first.container.nbytes, "comparing") as counted,
     ):
         return verify_against(first, second, limit, counted)
 
@@ -699,7 +619,7 @@ def diff(
     from transaxle.engine.verification import open_pair
     from transaxle.move.workers import limits
 
-    observer = watch or _Unwatched()
+    observer = watch or Unwatched()
     measured = numeric or report is not None
     if report is not None:
         from transaxle.reports.html_page import check_destination, check_jinja
@@ -708,7 +628,7 @@ def diff(
         check_destination(options["report"], overwrite=None)
     with open_pair(a, b, select(options, OPENING)) as (first, second):
         observer.opened(first, second)
-        with _report_progress(watch, progress, first.container.nbytes, "comparing") as counted:
+        with report_progress(watch, progress, first.container.nbytes, "comparing") as counted:
             comparison = compare(first, second, numeric=measured, limit=limits(jobs, memory), progress=counted)
     if report is not None:
         from transaxle.reports.reporting import report as write_report

@@ -26,6 +26,16 @@ WHOLE = 0
 """Tile size which means that one tile covers the whole dim, however long the dim is."""
 
 
+HALF_BYTES = frozenset({"F4", "I4", "NF4", "FP4"})
+"""Dtypes of 4-bit codes."""
+INTEGER_CODES: Mapping[str, int] = MappingProxyType({"I4": 8, "I8": 0, "U8": 128})
+"""Dtype of integer codes -> number that is added to an integer before it is stored; `I8` is in two's complement."""
+_LARGEST = {
+    "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F4": 6.0, "I4": 7.0, "I8": 127.0, "U8": 127.0, "NF4": 1.0, "FP4": 1.0,
+}  # fmt: skip
+"""Dtype of codes -> largest value that a code represents."""
+
+
 class Role(StrEnum):
     """Purpose of one buffer of an encoded tensor."""
 
@@ -38,6 +48,10 @@ class Role(StrEnum):
     """One number per tensor for quantizing the layer's input activations. The input scale does not affect the weight,
     but is moved together with the weight.
     """
+    ZERO = "zero_point"
+    """One zero point per tile, a code that stands for the value 0: a value is `(code - zero point) x scale`."""
+    SHAPE = "shape"
+    """The tensor's shape, in elements, as a list of integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,9 @@ class Encoding:
     name: str
     """Name in rules files and on the command line: a key of `ENCODINGS`."""
     code: str
-    """Dtype of the codes: `F8_E4M3`, `F8_E5M2` or `F4` (E2M1, two per byte, the low nibble first)."""
+    """Dtype of the codes: `F8_E4M3`, `F8_E5M2`, `F4` (E2M1), `I8`, `I4` (the integer plus 8), `U8` (the integer plus
+    128), `NF4` or `FP4` (bitsandbytes' tables). 4-bit codes are two per byte, the low nibble first.
+    """
     scale: str
     """Dtype of the stored scales, as a safetensors code."""
     tile: tuple[int, ...]
@@ -60,16 +76,23 @@ class Encoding:
     """Upper limit of the block scales of an nvfp4 tensor: 448, or 256 in the `4 over 6` variant of
     TransformerEngine.
     """
+    zero_rows: int = 0
+    """Number of rows whose zero points are packed in one stored number; 0 if there are no zero points."""
 
     @property
     def code_bits(self) -> int:
         """Number of bits of one code."""
-        return 4 if self.code == "F4" else 8
+        return 4 if self.code in HALF_BYTES else 8
 
     @property
     def code_max(self) -> float:
         """Largest finite value that a code represents."""
-        return {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F4": 6.0}[self.code]
+        return _LARGEST[self.code]
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers."""
+        return self.code in INTEGER_CODES
 
     def tiles(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the tile size along every dim of a tensor with this shape, with `WHOLE` replaced by the dim's length.
@@ -89,17 +112,33 @@ class Encoding:
         """Return the number of tiles along each dim of a tensor of this shape."""
         return tuple(-(-size // step) for size, step in zip(shape, self.tiles(shape), strict=True))
 
+    def zero_tiles(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many elements along each dim share one stored number of zero points.
+
+        Raises:
+            ValueError: if the tensor has fewer dims than the tile.
+        """
+        *outer, rows, columns = self.tiles(shape)
+        return (*outer, rows * self.zero_rows, columns)
+
+    def zero_grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the number of stored numbers of zero points along each dim of a tensor of this shape."""
+        return tuple(-(-size // step) for size, step in zip(shape, self.zero_tiles(shape), strict=True))
+
 
 FLOAT8 = Encoding("float8", "F8_E4M3", "F32", (WHOLE, WHOLE))
 FLOAT8_BLOCK = Encoding("float8_block", "F8_E4M3", "F32", (128, 128), power_of_two=True)
 MXFP8 = Encoding("mxfp8", "F8_E4M3", "F8_E8M0", (1, 32), power_of_two=True)
 MXFP4 = Encoding("mxfp4", "F4", "F8_E8M0", (1, 32), power_of_two=True)
 NVFP4 = Encoding("nvfp4", "F4", "F8_E4M3", (1, 16), has_global=True)
+INT4 = Encoding("int4", "I4", "BF16", (1, 32))
+INT8 = Encoding("int8", "I8", "BF16", (1, WHOLE))
+NF4 = Encoding("nf4", "NF4", "F32", (1, 64))
+FP4 = Encoding("fp4", "FP4", "F32", (1, 64))
 
-ENCODINGS: Mapping[str, Encoding] = MappingProxyType({e.name: e for e in (FLOAT8, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4)})
-"""Name -> encoding, for the encodings that can be written; files may contain variants (E5M2 codes, other tile
-sizes).
-"""
+_ALL = (FLOAT8, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4, INT4, INT8, NF4, FP4)
+ENCODINGS: Mapping[str, Encoding] = MappingProxyType({encoding.name: encoding for encoding in _ALL})
+"""Name -> encoding, in its usual variant; files may contain other variants (E5M2 codes, other tile sizes)."""
 
 
 class EncodedTensor(msgspec.Struct, frozen=True):

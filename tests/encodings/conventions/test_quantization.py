@@ -21,6 +21,7 @@ Q = "model.layers.0.self_attn.q_proj"
 BLOCK_64 = replace(FLOAT8_BLOCK, tile=(64, 64))
 FP8 = {"quant_method": "fp8"}
 CT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+INT = {"num_bits": 4, "type": "int"}
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
@@ -130,8 +131,12 @@ def test_weights_that_are_stored_plain(word: str) -> None:
     ({"quant_method": "torchao", "modules_to_not_convert": {}}, "CORRUPT", "modules_to_not_convert"),
     (CT, "CORRUPT", "config_groups"),
     ({**CT, "config_groups": {"group_0": {"weights": WEIGHTS}}}, "CORRUPT", "targets"),
-    ({**CT, "config_groups": {"W4A16": ["Linear"]}}, "UNSUPPORTED", "config_groups.W4A16 is 'W4A16'"),
-    (grouped({**WEIGHTS, "type": "int"}), "UNSUPPORTED", "is 'int8'; known: float8, float4"),
+    ({**CT, "config_groups": {"W3A16": ["Linear"]}}, "UNSUPPORTED", "config_groups.W3A16 is 'W3A16'"),
+    (grouped({**WEIGHTS, "type": "int", "num_bits": 6}), "UNSUPPORTED", "is 'int6'; known: float8, float4, int4, int8"),
+    (grouped({**WEIGHTS, "type": "int", "strategy": "channel"}), "CORRUPT", "stores codes of U8"),
+    (grouped({**INT, "strategy": "group", "group_size": 0}, format="pack-quantized"), "CORRUPT", "group_size is 0"),
+    (grouped({**INT, "strategy": "tensor"}, format="pack-quantized"), "UNSUPPORTED", "strategy of the format"),
+    (grouped({**INT, "actorder": "group", "group_size": 32}, format="pack-quantized"), "UNSUPPORTED", "actorder"),
     (grouped({**WEIGHTS, "num_bits": "8"}), "CORRUPT", "num_bits"),
     (grouped({**WEIGHTS, "symmetric": False}), "UNSUPPORTED", "symmetric False"),
     (grouped({**WEIGHTS, "dynamic": True}), "UNSUPPORTED", "dynamic True"),
@@ -143,7 +148,7 @@ def test_weights_that_are_stored_plain(word: str) -> None:
     (grouped({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 64}, format="mixed-precision"),
      "UNSUPPORTED", "group_size is 64"),
     (grouped(WEIGHTS, format="nvfp4-pack-quantized"), "CORRUPT", "stores codes of F8_E4M3"),
-    (grouped(WEIGHTS, format="pack-quantized"), "UNSUPPORTED", "format is 'pack-quantized'"),
+    (grouped(WEIGHTS, format="pack-quantized"), "CORRUPT", "stores codes of F8_E4M3"),
     (grouped(WEIGHTS, format="marlin-24"), "UNSUPPORTED", "format is 'marlin-24'"),
     (grouped(WEIGHTS, sparsity_config={"format": "sparse-24-bitmask"}), "UNSUPPORTED", "sparse-24-bitmask"),
     (grouped(WEIGHTS, "re:(?!a)"), "UNSUPPORTED", "is not supported"),
@@ -255,6 +260,7 @@ def test_a_list_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 PRESETS = [
     "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16",
+    "W4A16", "W4A16_ASYM", "W4A8", "W4AFP8", "W4A4", "W8A16", "W8A8", "INT8",
 ]  # fmt: skip
 
 

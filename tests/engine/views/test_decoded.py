@@ -239,7 +239,7 @@ def test_patterns_choose_what_is_decoded(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="only and skip"):
         tx.convert(source, tmp_path / "x", to="hf", only="*")
     with pytest.raises(UsageError, match="cannot decode to"):
-        tx.open(source, decode="fp16")
+        tx.open(source, decode="fp64")
 
 
 def test_both_files_in_which_modelopt_speaks_stay_true(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ MOUNT = "mount"
 IGNORE, ALSO, PLACE, STATE = "ignore", "also", "place", "state"
 """Keywords of statements in a dialect; a statement without a keyword is a mapping rule `name = expression`."""
 _KINDS = frozenset({IGNORE, ALSO, PLACE, STATE, WITHOUT})
-ENCODINGS = ("float8", "float8_block", "mxfp8", "mxfp4", "nvfp4")
+ENCODINGS = ("float8", "float8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "int8", "nf4", "fp4")
 """Names of encodings that the condition (`when …`) of a mapping rule may contain."""
 TENSOR, LINE, WITHIN = "tensor", "line", "within"
 _REMOVABLE = frozenset({AXIS, LET, TIE, CUT})

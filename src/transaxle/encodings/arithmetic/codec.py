@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.encodings.arithmetic import kernel, vectorised
+from transaxle.encodings.arithmetic.codes import KINDS, CodeTable, int4_codes, int4_scales
 from transaxle.encodings.arithmetic.minifloat import (
     E4M3,
     LARGEST,
@@ -58,12 +59,13 @@ class _Implementation(Protocol):
         codes: Bytes,
         tiles: Tiling,
         scale: NDArray[np.float32],
-        kind: Minifloat,
+        kind: Minifloat | CodeTable,
         out: NDArray[Any],
         wide: str,
+        zero: NDArray[np.float32] | None,
     ) -> None: ...
     def encode_error(
-        self, values: NDArray[Any], codes: Bytes, tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat
+        self, values: NDArray[Any], codes: Bytes, tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat | CodeTable
     ) -> Error: ...
     def decode_error(
         self,
@@ -71,8 +73,9 @@ class _Implementation(Protocol):
         tiles: Tiling,
         scale: NDArray[np.float32],
         exact: NDArray[np.float64],
-        kind: Minifloat,
+        kind: Minifloat | CodeTable,
         wide: str,
+        zero: NDArray[np.float32] | None,
     ) -> Error: ...
 
 
@@ -98,7 +101,7 @@ def encode_rows(
     over: tuple[int, int] | None = None,
     codes_out: Bytes | None = None,
     path: Path | None = None,
-) -> tuple[Bytes, NDArray[np.float32] | Bytes]:
+) -> tuple[Bytes, NDArray[Any]]:
     """Encode some rows of a matrix. The first row must be the first row of a tile; the last tile along each dim may be
     partial.
 
@@ -113,8 +116,8 @@ def encode_rows(
         path: name of the implementation to use; by default the fastest one available.
 
     Returns:
-        The codes, `u8[R, C]` or `u8[R, C / 2]`, and the scales, one per tile: float32, or u8 with the bits of 8-bit
-            scales.
+        The codes, `u8[R, C]` or `u8[R, C / 2]`, and the scales, one per tile: float32, u8 with the bits of 8-bit
+            scales, or for 4-bit integers the dtype of the values.
 
     Raises:
         Refused: with the code SHAPE_MISMATCH if a row of 4-bit codes does not fill whole bytes; with the code
@@ -123,9 +126,12 @@ def encode_rows(
         ValueError: if `amax` is missing or not allowed, `over` is no multiple of the tile, or `codes_out` has the wrong
             shape.
     """
-    matrix, kind, arithmetic = _matrix(values), _kind(encoding), _arithmetic(path)
+    matrix, arithmetic = _matrix(values), _arithmetic(path)
     shape = _shape(matrix)
     tiles = tiling(encoding, shape)
+    if encoding.is_integer:
+        return _encode_integers(encoding, matrix, tiles, arithmetic, codes_out)
+    kind = MINIFLOATS[_kind(encoding).code]
     amax_tiles = tiles if over is None else _tiles_of_blocks(tiles, over)
     codes = _codes_of(shape, kind, codes_out)
     tile_amaxes = arithmetic.largest(matrix, amax_tiles)
@@ -138,6 +144,20 @@ def encode_rows(
     return codes, _repeat(tile_scales.stored, amax_tiles, tiles)
 
 
+def _encode_integers(
+    encoding: Encoding, matrix: NDArray[Any], tiles: Tiling, arithmetic: _Implementation, out: Bytes | None
+) -> tuple[Bytes, NDArray[Any]]:
+    """Encode some rows of a matrix to symmetric 4-bit integers; see `int4_scales` and `int4_codes`."""
+    if encoding.code != "I4" or encoding.zero_rows or tiles.tile[0] != 1:
+        message = f"{encoding.name}: integers {encoding.code} with these scales and zero points cannot be written"
+        raise refuse("UNSUPPORTED", message, hint="Encode to int4.")
+    codes = _codes_of(tiles.shape, _kind(encoding), out)
+    scale = int4_scales(matrix, arithmetic.largest(matrix, tiles), tiles.tile[1])
+    one_each = int4_codes(matrix, widen(scale).repeat(tiles.tile[1], axis=1)[:, : tiles.shape[1]])
+    np.bitwise_or(one_each[:, 0::2], one_each[:, 1::2] << 4, out=codes)
+    return codes, scale
+
+
 def decode_box(
     encoding: Encoding,
     codes: NDArray[Any],
@@ -146,6 +166,7 @@ def decode_box(
     phase: tuple[int, int] = (0, 0),
     factor: float = 1.0,
     dtype: Wide = "BF16",
+    zero: NDArray[np.float32] | None = None,
     out: NDArray[Any] | None = None,
     path: Path | None = None,
 ) -> NDArray[Any]:
@@ -158,6 +179,7 @@ def decode_box(
         phase: position of the box's first element inside its tile: row and column.
         factor: number by which all values are multiplied; it follows from the tensor's global scale and its convention.
         dtype: dtype of the decoded values.
+        zero: zero points of all tiles with elements in the box, `[gr, gc]`, as integers; None if there are none.
         out: array `[R, C]` to write the values into, without gaps between elements of a row; by default a new one.
         path: name of the implementation to use; by default the fastest one available.
 
@@ -172,7 +194,7 @@ def decode_box(
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, _ = _scale(encoding, scale, tiles, factor)
     values = _out(tiles.shape, wide_dtype(dtype), out)
-    _arithmetic(path).value(matrix, tiles, single, kind, values, dtype)
+    _arithmetic(path).value(matrix, tiles, single, kind, values, dtype, zero)
     return values
 
 
@@ -211,6 +233,7 @@ def decode_error(
     phase: tuple[int, int] = (0, 0),
     factor: float = 1.0,
     dtype: Wide = "BF16",
+    zero: NDArray[np.float32] | None = None,
     path: Path | None = None,
 ) -> Error:
     """Return the rounding error of decoding: decoded values against the exact product of code, scale and factor.
@@ -221,7 +244,7 @@ def decode_error(
     """
     matrix, tiles, kind = _code_bytes(encoding, codes, phase)
     single, double = _scale(encoding, scale, tiles, factor)
-    return _arithmetic(path).decode_error(matrix, tiles, single, double, kind, dtype)
+    return _arithmetic(path).decode_error(matrix, tiles, single, double, kind, dtype, zero)
 
 
 def _arithmetic(path: Path | None) -> _Implementation:
@@ -231,10 +254,10 @@ def _arithmetic(path: Path | None) -> _Implementation:
     return vectorised if compiled is None else compiled
 
 
-def _kind(encoding: Encoding) -> Minifloat:
-    if encoding.code not in MINIFLOATS:
-        raise refuse("UNSUPPORTED", f"{encoding.name}: unknown codes {encoding.code}; known: {', '.join(MINIFLOATS)}")
-    return MINIFLOATS[encoding.code]
+def _kind(encoding: Encoding) -> Minifloat | CodeTable:
+    if encoding.code not in KINDS:
+        raise refuse("UNSUPPORTED", f"{encoding.name}: unknown codes {encoding.code}; known: {', '.join(KINDS)}")
+    return KINDS[encoding.code]
 
 
 def _matrix(values: NDArray[Any]) -> NDArray[Any]:
@@ -256,7 +279,9 @@ def _shape(matrix: NDArray[Any]) -> tuple[int, int]:
     return matrix.shape[0], matrix.shape[1]
 
 
-def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) -> tuple[Bytes, Tiling, Minifloat]:
+def _code_bytes(
+    encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]
+) -> tuple[Bytes, Tiling, Minifloat | CodeTable]:
     """Return the codes as bytes, their tiling, and the floating-point type of the codes."""
     kind = _kind(encoding)
     matrix = _adjacent(codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes)
@@ -266,7 +291,7 @@ def _code_bytes(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int])
     return matrix, tiling(encoding, (rows, width * 8 // kind.bits), phase), kind
 
 
-def _codes_of(shape: tuple[int, int], kind: Minifloat, out: Bytes | None) -> Bytes:
+def _codes_of(shape: tuple[int, int], kind: Minifloat | CodeTable, out: Bytes | None) -> Bytes:
     """Return the array to write codes into: `out` if it is not None, else a new array."""
     rows, columns = shape
     if columns * kind.bits % 8:

@@ -27,7 +27,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { BF16, F16, F32 };        /* wide types, numbered as in kernel.py */
-enum { E4M3, E5M2, E2M1 };      /* codes, likewise */
+enum { E4M3, E5M2, E2M1, I4, I8, U8, NF4, FP4 };  /* codes, likewise */
+enum { INTEGER = I4, TABLE = FP4 };  /* loops for all integers, and for whatever a table states */
 enum { WIDTH = 1024 };          /* columns worked on at a time: their buffers stay in the first cache; even */
 
 #define INFINITE 0x7f800000u
@@ -75,7 +76,33 @@ INLINE uint8_t rounded_product(float f, float multiplier, int code) {
     return rounded_to(real((bits(f * multiplier) & 0x7fffffff) | (bits(f) & 0x80000000)), code);
 }
 
-INLINE float meant(uint32_t q, int code) {
+/* What is known of a type only when the code runs: integers are stored plus 8 (I4), plus 128 (U8) or in two's
+   complement (I8); a table has the value of each code. */
+typedef struct { int code, halves; int32_t flip, bias; float table[256]; } kind;
+
+/* The tables of codes.py. */
+static const float normal_floats[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+static const float small_floats[16] = {
+    0.0f, 0.0052083333f, 0.6666667f, 1.0f, 0.3333333f, 0.5f, 0.16666667f, 0.25f,
+    -0.0f, -0.0052083333f, -0.6666667f, -1.0f, -0.3333333f, -0.5f, -0.16666667f, -0.25f};
+
+static void describe(kind *k, int code) {
+    k->code = code;
+    k->halves = code == E2M1 || code == I4 || code == NF4 || code == FP4;
+    k->flip = code == I8 ? 128 : 0;
+    k->bias = code == I4 ? 8 : 128;
+    for (int q = 0; code >= I4 && q < (k->halves ? 16 : 256); q++)
+        k->table[q] = code == NF4   ? normal_floats[q]
+                      : code == FP4 ? small_floats[q]
+                                    : (float)((q ^ k->flip) - k->bias);
+}
+
+INLINE float meant(uint32_t q, int code, const kind *k) {
+    if (code == INTEGER) return (float)(((int32_t)q ^ k->flip) - k->bias);
+    if (code == TABLE) return k->table[q];
     if (code == E5M2) return from_half(q << 8);
     const uint32_t mantissa = code == E4M3 ? 3 : 1, bias = code == E4M3 ? 7 : 1;
     uint32_t size = q & (code == E4M3 ? 0x7f : 7), sign = q >> (code == E4M3 ? 7 : 3) << 31;
@@ -86,9 +113,10 @@ INLINE float meant(uint32_t q, int code) {
     return real(sign | (code == E4M3 ? pick(size == 0x7f, NAN_BITS, wide) : wide));
 }
 
-/* Every NaN has the sign of its code and no payload: processors differ in what they make of them. */
-INLINE float scaled(uint32_t q, int code, float scale) {
-    float wide = meant(q, code), f = wide * scale;
+/* Code minus zero point, times scale; the zero point is an integer, 0 where there is none. Every NaN has the sign of
+   what is scaled and no payload: processors differ in what they make of them. */
+INLINE float scaled(uint32_t q, int code, const kind *k, float scale, float zero) {
+    float wide = code >= INTEGER ? meant(q, code, k) - zero : meant(q, code, k), f = wide * scale;
     return real(pick((bits(f) & 0x7fffffff) > INFINITE, (bits(wide) & 0x80000000) | NAN_BITS, bits(f)));
 }
 
@@ -136,8 +164,8 @@ SPREAD(spread, float)
 SPREAD(spread_wide, double)
 
 /* Codes of `count` columns from `first` on, one to a byte. */
-INLINE const uint8_t *unpacked(uint8_t *restrict buffer, const uint8_t *row, ptrdiff_t first, ptrdiff_t count, int code) {
-    if (code != E2M1) return row + first;
+INLINE const uint8_t *unpacked(uint8_t *restrict buffer, const uint8_t *row, ptrdiff_t first, ptrdiff_t count, int halves) {
+    if (!halves) return row + first;
     for (ptrdiff_t j = 0; j < count / 2; j++) {
         buffer[2 * j] = row[first / 2 + j] & 15;
         buffer[2 * j + 1] = row[first / 2 + j] >> 4;
@@ -211,42 +239,56 @@ INLINE void cast(const uint8_t *x, ptrdiff_t stride, const grid *g, const float 
 }
 
 /* Call OPERATION with constants in place of `type` and `code`, so that each pair has loops of its own. */
-#define EACH_CODE(type, OPERATION, ...)                                                                               \
+#define EACH_FLOAT(type, OPERATION, ...)                                                                              \
     (code == E4M3   ? OPERATION(__VA_ARGS__, type, E4M3)                                                              \
      : code == E5M2 ? OPERATION(__VA_ARGS__, type, E5M2)                                                              \
                     : OPERATION(__VA_ARGS__, type, E2M1))
-#define EACH(OPERATION, ...)                                                                                          \
-    (type == BF16  ? EACH_CODE(BF16, OPERATION, __VA_ARGS__)                                                          \
-     : type == F16 ? EACH_CODE(F16, OPERATION, __VA_ARGS__)                                                           \
-                   : EACH_CODE(F32, OPERATION, __VA_ARGS__))
+#define EACH_CODE(type, OPERATION, ...)                                                                               \
+    (code == NF4 || code == FP4 ? OPERATION(__VA_ARGS__, type, TABLE)                                                 \
+     : code >= I4               ? OPERATION(__VA_ARGS__, type, INTEGER)                                               \
+                                : EACH_FLOAT(type, OPERATION, __VA_ARGS__))
+#define EACH_TABLE(type, OPERATION, ...)                                                                              \
+    (code >= I4 ? OPERATION(__VA_ARGS__, type, TABLE) : EACH_FLOAT(type, OPERATION, __VA_ARGS__))
+#define EACH(CODES, OPERATION, ...)                                                                                   \
+    (type == BF16  ? CODES(BF16, OPERATION, __VA_ARGS__)                                                              \
+     : type == F16 ? CODES(F16, OPERATION, __VA_ARGS__)                                                               \
+                   : CODES(F32, OPERATION, __VA_ARGS__))
 
 CLONED void transaxle_cast(const uint8_t *x, ptrdiff_t stride, const grid *g, const float *by, uint8_t *out,
                            ptrdiff_t out_stride, int type, int code) {
-    EACH(cast, x, stride, g, by, out, out_stride);
+    EACH(EACH_FLOAT, cast, x, stride, g, by, out, out_stride);
 }
 
 /* ---- value: codes times their tile's scale ---- */
 
-INLINE void value(const uint8_t *q, ptrdiff_t stride, const grid *g, const float *by, uint8_t *out,
-                  ptrdiff_t out_stride, int type, int code) {
-    float scale[WIDTH];
+/* `zeros`: the zero point of each tile, for integers only; null if all are 0. */
+INLINE void value(const uint8_t *q, ptrdiff_t stride, const grid *g, const float *by, const float *zeros, uint8_t *out,
+                  ptrdiff_t out_stride, const kind *k, int type, int code) {
+    float scale[WIDTH], zero[WIDTH];
     uint8_t buffer[WIDTH];
     for (ptrdiff_t first = 0; first < g->columns; first += WIDTH) {
         ptrdiff_t count = least(WIDTH, g->columns - first), filled = -1;
         for (ptrdiff_t i = 0; i < g->rows; i++) {
             ptrdiff_t tile = (g->row_phase + i) / g->tile_rows;
             if (tile != filled) spread(scale, by + tile * across(g), g, first, count);
+            if (tile != filled && zeros) spread(zero, zeros + tile * across(g), g, first, count);
             filled = tile;
-            const uint8_t *restrict codes = unpacked(buffer, q + i * stride, first, count, code);
+            const uint8_t *restrict codes = unpacked(buffer, q + i * stride, first, count, k->halves);
             uint8_t *restrict row = out + i * out_stride + first * item(type);
-            for (ptrdiff_t j = 0; j < count; j++) narrowed(row, j, scaled(codes[j], code, scale[j]), type);
+            if (code == INTEGER && zeros)
+                for (ptrdiff_t j = 0; j < count; j++)
+                    narrowed(row, j, scaled(codes[j], code, k, scale[j], zero[j]), type);
+            else
+                for (ptrdiff_t j = 0; j < count; j++) narrowed(row, j, scaled(codes[j], code, k, scale[j], 0), type);
         }
     }
 }
 
-CLONED void transaxle_value(const uint8_t *q, ptrdiff_t stride, const grid *g, const float *by, uint8_t *out,
-                            ptrdiff_t out_stride, int type, int code) {
-    EACH(value, q, stride, g, by, out, out_stride);
+CLONED void transaxle_value(const uint8_t *q, ptrdiff_t stride, const grid *g, const float *by, const float *zeros,
+                            uint8_t *out, ptrdiff_t out_stride, int type, int code) {
+    kind k;
+    describe(&k, code);
+    EACH(EACH_CODE, value, q, stride, g, by, zeros, out, out_stride, &k);
 }
 
 /* ---- error: the largest difference, the sum of its squares, and how many elements differ ---- */
@@ -285,8 +327,9 @@ INLINE void total(const tally *t, double *out) {
 /* Given `x`: what the codes say in float32 against it. Without: what they say, rounded to the type, against the
    product of code and `exact`, the scale in double precision. */
 INLINE void error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdiff_t stride, const grid *g,
-                  const float *by, const double *exact, double *out, int type, int code) {
-    float scale[WIDTH];
+                  const float *by, const float *zeros, const double *exact, double *out, const kind *k, int type,
+                  int code) {
+    float scale[WIDTH], zero[WIDTH];
     double wide[WIDTH], made[WIDTH], meaning[WIDTH];
     uint8_t buffer[WIDTH];
     tally t;
@@ -296,16 +339,21 @@ INLINE void error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdif
         for (ptrdiff_t i = 0; i < g->rows; i++) {
             ptrdiff_t tile = (g->row_phase + i) / g->tile_rows;
             if (tile != filled) spread(scale, by + tile * across(g), g, first, count);
+            if (tile != filled && zeros) spread(zero, zeros + tile * across(g), g, first, count);
+            else if (tile != filled) memset(zero, 0, sizeof zero);
             if (tile != filled && !x) spread_wide(wide, exact + tile * across(g), g, first, count);
             filled = tile;
-            const uint8_t *restrict codes = unpacked(buffer, q + i * stride, first, count, code);
+            const uint8_t *restrict codes = unpacked(buffer, q + i * stride, first, count, k->halves);
             if (x) {
                 const uint8_t *restrict row = x + i * x_stride + first * item(type);
-                for (ptrdiff_t j = 0; j < count; j++) made[j] = scaled(codes[j], code, scale[j]);
+                for (ptrdiff_t j = 0; j < count; j++) made[j] = scaled(codes[j], code, k, scale[j], zero[j]);
                 for (ptrdiff_t j = 0; j < count; j++) meaning[j] = widened(row, j, type);
             } else {
-                for (ptrdiff_t j = 0; j < count; j++) made[j] = as_type(scaled(codes[j], code, scale[j]), type);
-                for (ptrdiff_t j = 0; j < count; j++) meaning[j] = meant(codes[j], code) * wide[j];
+                for (ptrdiff_t j = 0; j < count; j++) made[j] = as_type(scaled(codes[j], code, k, scale[j], zero[j]), type);
+                for (ptrdiff_t j = 0; j < count; j++) {
+                    float whole = meant(codes[j], code, k) - (code >= INTEGER ? zero[j] : 0);
+                    meaning[j] = whole * wide[j];
+                }
             }
             compare(&t, made, meaning, count);
         }
@@ -314,9 +362,11 @@ INLINE void error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdif
 }
 
 CLONED void transaxle_error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdiff_t stride, const grid *g,
-                            const float *by, const double *exact, double *out, int type, int code) {
-    if (x) EACH(error, x, x_stride, q, stride, g, by, exact, out);
-    else EACH(error, NULL, 0, q, stride, g, by, exact, out);
+                            const float *by, const float *zeros, const double *exact, double *out, int type, int code) {
+    kind k;
+    describe(&k, code);
+    if (x) EACH(EACH_TABLE, error, x, x_stride, q, stride, g, by, zeros, exact, out, &k);
+    else EACH(EACH_TABLE, error, NULL, 0, q, stride, g, by, zeros, exact, out, &k);
 }
 
 /* Which source this was built from: kernel.py loads no other. */

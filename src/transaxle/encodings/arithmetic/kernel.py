@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, Minifloat, wide_code
+from transaxle.encodings.arithmetic.codes import KINDS, CodeTable
+from transaxle.encodings.arithmetic.minifloat import Minifloat, wide_code
 from transaxle.encodings.arithmetic.vectorised import Tiling, sizes
 from transaxle.encodings.encoding import WIDE, Error
 
@@ -23,7 +24,7 @@ SOURCE = Path(__file__).with_name("kernel.c")
 LIBRARY = Path(__file__).with_name("libkernel.so")
 
 _TYPES = {code: number for number, code in enumerate(WIDE)}
-_CODES = {code: number for number, code in enumerate(MINIFLOATS)}
+_CODES = {code: number for number, code in enumerate(KINDS)}
 
 
 class _Grid(ctypes.Structure):
@@ -40,8 +41,8 @@ _MATRIX = (_AT, _LONG)
 _OPERATIONS: dict[str, tuple[Any, ...]] = {
     "largest": (*_MATRIX, _GRID, _AT, _KIND),
     "cast": (*_MATRIX, _GRID, _AT, *_MATRIX, _KIND, _KIND),
-    "value": (*_MATRIX, _GRID, _AT, *_MATRIX, _KIND, _KIND),
-    "error": (*_MATRIX, *_MATRIX, _GRID, _AT, _AT, _AT, _KIND, _KIND),
+    "value": (*_MATRIX, _GRID, _AT, _AT, *_MATRIX, _KIND, _KIND),
+    "error": (*_MATRIX, *_MATRIX, _GRID, _AT, _AT, _AT, _AT, _KIND, _KIND),
 }
 
 
@@ -83,13 +84,15 @@ class Kernel:
         codes: NDArray[np.uint8],
         tiles: Tiling,
         scale: NDArray[np.float32],
-        kind: Minifloat,
+        kind: Minifloat | CodeTable,
         out: NDArray[Any],
         wide: str,
+        zero: NDArray[np.float32] | None = None,
     ) -> None:
         """Multiply codes by the scale of their tile, and write values, as `vectorised.value` does."""
-        by = np.ascontiguousarray(scale)
-        self._value(*_matrix(codes), _grid(tiles), by.ctypes.data, *_matrix(out), _TYPES[wide], _CODES[kind.code])
+        by, zeros = np.ascontiguousarray(scale), None if zero is None else np.ascontiguousarray(zero)
+        types = _TYPES[wide], _CODES[kind.code]
+        self._value(*_matrix(codes), _grid(tiles), by.ctypes.data, _address(zeros), *_matrix(out), *types)
 
     def encode_error(
         self,
@@ -97,11 +100,11 @@ class Kernel:
         codes: NDArray[np.uint8],
         tiles: Tiling,
         scale: NDArray[np.float32],
-        kind: Minifloat,
+        kind: Minifloat | CodeTable,
     ) -> Error:
         """Compare decoded codes with the values that were encoded, as `vectorised.encode_error` does."""
         types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
-        return self._sum_errors(_matrix(values), codes, tiles, np.ascontiguousarray(scale), None, types)
+        return self._sum_errors(_matrix(values), codes, tiles, np.ascontiguousarray(scale), None, None, types)
 
     def decode_error(
         self,
@@ -109,12 +112,13 @@ class Kernel:
         tiles: Tiling,
         scale: NDArray[np.float32],
         exact: NDArray[np.float64],
-        kind: Minifloat,
+        kind: Minifloat | CodeTable,
         wide: str,
+        zero: NDArray[np.float32] | None = None,
     ) -> Error:
         """Compare decoded values with the exact products, as `vectorised.decode_error` does."""
         by, wider = np.ascontiguousarray(scale), np.ascontiguousarray(exact)
-        return self._sum_errors((None, 0), codes, tiles, by, wider, (_TYPES[wide], _CODES[kind.code]))
+        return self._sum_errors((None, 0), codes, tiles, by, zero, wider, (_TYPES[wide], _CODES[kind.code]))
 
     def _sum_errors(
         self,
@@ -122,19 +126,25 @@ class Kernel:
         codes: NDArray[np.uint8],
         tiles: Tiling,
         by: NDArray[np.float32],
+        zero: NDArray[np.float32] | None,
         exact: NDArray[np.float64] | None,
         types: tuple[int, int],
     ) -> Error:
         # The kernel writes three numbers: the largest difference, the sum of squares, and the number of unequal values.
         sums = np.zeros(3)
-        wider = None if exact is None else exact.ctypes.data
-        self._error(*values, *_matrix(codes), _grid(tiles), by.ctypes.data, wider, sums.ctypes.data, *types)
+        zeros = None if zero is None else np.ascontiguousarray(zero)
+        pointers = by.ctypes.data, _address(zeros), _address(exact), sums.ctypes.data
+        self._error(*values, *_matrix(codes), _grid(tiles), *pointers, *types)
         return Error(float(sums[0]), float(sums[1]), tiles.shape[0] * tiles.shape[1], int(sums[2]))
 
 
 def _matrix(array: NDArray[Any]) -> tuple[int, int]:
     """Return the memory address of an array, and the number of bytes from one row to the next."""
     return array.ctypes.data, array.strides[0]
+
+
+def _address(array: NDArray[Any] | None) -> int | None:
+    return None if array is None else array.ctypes.data
 
 
 def _grid(tiles: Tiling) -> Any:

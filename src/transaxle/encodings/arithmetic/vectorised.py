@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from transaxle.encodings.arithmetic.codes import CodeTable
 from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat, narrow, widen, without_sign
 from transaxle.encodings.encoding import WHOLE, Encoding, Error
 from transaxle.errors import refuse
@@ -99,15 +100,35 @@ def cast(
 
 
 def value(
-    codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, out: NDArray[Any], wide: str
+    codes: NDArray[np.uint8],
+    tiles: Tiling,
+    scale: NDArray[np.float32],
+    kind: Minifloat | CodeTable,
+    out: NDArray[Any],
+    wide: str,
+    zero: NDArray[np.float32] | None = None,
 ) -> None:
-    """Multiply codes by the scale of their tile in float32, round to the wide dtype, and write the values."""
+    """Multiply codes by the scale of their tile in float32, round to the wide dtype, and write the values.
+
+    Args:
+        codes: codes of the matrix, with two 4-bit codes per byte.
+        tiles: tiles of the matrix.
+        scale: scale of each tile.
+        kind: type of the codes.
+        out: array for the values.
+        wide: safetensors code of the dtype of the values.
+        zero: zero point of each tile, which is subtracted from the codes; None if the zero points are 0.
+    """
     for rows in _groups(tiles.shape):
-        out[rows] = narrow(_multiply(codes, tiles, scale, kind, rows), wide)
+        out[rows] = narrow(_multiply(codes, tiles, scale, kind, rows, zero), wide)
 
 
 def encode_error(
-    values: NDArray[Any], codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat
+    values: NDArray[Any],
+    codes: NDArray[np.uint8],
+    tiles: Tiling,
+    scale: NDArray[np.float32],
+    kind: Minifloat | CodeTable,
 ) -> Error:
     """Return the encoding error: decoded codes, in float32, against the values that were encoded."""
     total = Error()
@@ -121,15 +142,16 @@ def decode_error(
     tiles: Tiling,
     scale: NDArray[np.float32],
     exact: NDArray[np.float64],
-    kind: Minifloat,
+    kind: Minifloat | CodeTable,
     wide: str,
+    zero: NDArray[np.float32] | None = None,
 ) -> Error:
     """Return the decoding error: decoded values against the double-precision product of code and scale."""
     total = Error()
     for rows in _groups(tiles.shape):
-        decoded = widen(narrow(_multiply(codes, tiles, scale, kind, rows), wide))
+        decoded = widen(narrow(_multiply(codes, tiles, scale, kind, rows, zero), wide))
         with np.errstate(all="ignore"):
-            exact_product = kind.values[_unpack(codes[rows], kind)].astype(np.float64) * _spread(exact, tiles, rows)
+            exact_product = _factors(codes, tiles, kind, rows, zero).astype(np.float64) * _spread(exact, tiles, rows)
         total += _compare(decoded, exact_product)
     return total
 
@@ -151,22 +173,38 @@ def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
     return spread
 
 
-def _unpack(codes: NDArray[np.uint8], kind: Minifloat) -> NDArray[np.uint8]:
+def _unpack(codes: NDArray[np.uint8], kind: Minifloat | CodeTable) -> NDArray[np.uint8]:
     """Return the codes one per byte; bytes that contain two 4-bit codes are split."""
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1) if kind.bits == 4 else codes
 
 
+def _factors(
+    codes: NDArray[np.uint8],
+    tiles: Tiling,
+    kind: Minifloat | CodeTable,
+    rows: slice,
+    zero: NDArray[np.float32] | None,
+) -> NDArray[np.float32]:
+    """Return the numbers by which scales are multiplied: the values of codes, minus the zero points."""
+    factors: NDArray[np.float32] = kind.values[_unpack(codes[rows], kind)]
+    return factors if zero is None else factors - _spread(zero, tiles, rows)
+
+
 def _multiply(
-    codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, rows: slice
+    codes: NDArray[np.uint8],
+    tiles: Tiling,
+    scale: NDArray[np.float32],
+    kind: Minifloat | CodeTable,
+    rows: slice,
+    zero: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
     """Return float32 products of codes and scales; a NaN gets the sign of its code and no payload bits."""
-    one_each = _unpack(codes[rows], kind)
+    factors = _factors(codes, tiles, kind, rows, zero)
     with np.errstate(all="ignore"):
-        product: NDArray[np.float32] = kind.values[one_each] * _spread(scale, tiles, rows)
+        product: NDArray[np.float32] = factors * _spread(scale, tiles, rows)
     nan = np.isnan(product)
     if nan.any():
-        signs = (one_each[nan] & kind.sign).astype(bool)
-        product.view(np.uint32)[nan] = np.uint32(F32_NAN) | signs.astype(np.uint32) << 31
+        product.view(np.uint32)[nan] = np.uint32(F32_NAN) | np.signbit(factors[nan]).astype(np.uint32) << 31
     return product
 
 

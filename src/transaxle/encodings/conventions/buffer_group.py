@@ -30,6 +30,7 @@ from transaxle.encodings.conventions.convention import (
     TE_HALVED,
     TORCHAO,
     WEIGHT,
+    WORDS,
     Convention,
     te_descriptions,
     training_only,
@@ -37,7 +38,21 @@ from transaxle.encodings.conventions.convention import (
 from transaxle.encodings.conventions.quantization import Quantization, module_of
 from transaxle.encodings.conventions.scheme import CHANNEL, variant
 from transaxle.encodings.conventions.torchao_convention import TensorDescription, read_descriptions
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
+from transaxle.encodings.encoding import (
+    FLOAT8,
+    FLOAT8_BLOCK,
+    FP4,
+    INT4,
+    INT8,
+    MXFP4,
+    MXFP8,
+    NF4,
+    NVFP4,
+    WHOLE,
+    EncodedTensor,
+    Encoding,
+    Role,
+)
 from transaxle.errors import Code, Refusal, TransaxleError, Where
 
 Shape = tuple[int, ...]
@@ -54,6 +69,7 @@ _SCALES = {
     MXFP8.name: _EXPONENTS,
     MXFP4.name: _EXPONENTS,
     NVFP4.name: ("F8_E4M3",),
+    **{encoding.name: _REALS for encoding in (INT4, INT8, NF4, FP4)},
 }
 """Name of an encoding -> dtypes that its stored scales may have."""
 _GUESSED = (DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, TE, TE_HALVED)
@@ -63,6 +79,10 @@ _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1))
 """Encodings whose tiles are sections of one row or one column, which TransformerEngine stores under DeepSeek's
 names.
 """
+_WORD = "I32"
+"""Dtype of the words in which integer codes are packed."""
+_FLOATING = frozenset((*_EIGHT, "F4"))
+"""Dtypes of codes that are floating-point numbers."""
 _OTHERS = ("weight_zero_point", "weight_g_idx")
 """Name segments of buffers (zero points, group indices) whose presence means that a value is not simply code x scale.
 """
@@ -157,6 +177,8 @@ def group(
         for name, (convention, encoding) in te_descriptions(metadata or {}).items():
             if name in entries and entries[name].dtype in CODES:  # else it was decoded, and is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
+        for name, entry in entries.items():
+            finder.take_integers(name, entry)
         codes_without_scales = [
             name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)
         ]
@@ -231,6 +253,22 @@ class _Finder:
             encodings = self.quantization.encodings(module_of(name))
         fitting = [encoding for encoding in encodings if (encoding.code_bits == 8) == eight]
         return fitting or _usual_encodings(convention, codes, scale)
+
+    def take_integers(self, name: str, entry: StoredBuffer) -> None:
+        """Add a tensor of integer codes as a quantized tensor, if the config says that its module has such codes."""
+        if self.quantization is None or entry.dtype not in (_WORD, INT8.code) or name in self.used:
+            return
+        head, dot, segment = name.rpartition(".")
+        for convention in self.conventions:
+            forms = convention.words if entry.dtype == _WORD else convention.eight
+            inner = forms[Role.CODES].back(segment) if Role.ZERO in forms else None
+            if inner is None:
+                continue
+            encodings = self.quantization.encodings(module_of(f"{head}{dot}{inner}"))
+            candidates = [e for e in encodings if e.is_integer and (e.code in WORDS) == (entry.dtype == _WORD)]
+            if candidates:
+                self.take(convention, f"{head}{dot}{inner}", candidates)
+                return
 
     def take_codes_without_scales(self, name: str, entry: StoredBuffer) -> None:
         """Add codes without scales as an unquantized tensor, or refuse them if the config or the name requires
@@ -382,8 +420,9 @@ class _Finder:
         misfit: Refusal | None = None
         for encoding in candidates:
             stored_names = convention.buffers(table_name, encoding)
-            if Role.INPUT_SCALE in stored_names and stored_names[Role.INPUT_SCALE] not in self.entries:
-                del stored_names[Role.INPUT_SCALE]
+            for role in (Role.INPUT_SCALE, Role.SHAPE):
+                if role in stored_names and stored_names[role] not in self.entries:
+                    del stored_names[role]
             try:
                 exact, shape = self._fit(convention, table_name, encoding, stored_names)
             except _MisfitError as error:
@@ -418,7 +457,7 @@ class _Finder:
             raise _MisfitError("NAME_COLLISION", table_name, message)
         for segment in _OTHERS:
             neighbour = f"{module_of(table_name)}.{segment}"
-            if neighbour in self.entries:
+            if neighbour in self.entries and neighbour not in parts.values():
                 raise _MisfitError(
                     "UNSUPPORTED",
                     neighbour,
@@ -431,6 +470,8 @@ class _Finder:
         for role, name in parts.items():
             if role is Role.GLOBAL or role is Role.INPUT_SCALE:
                 _one_number(role, name, self.entries[name], fitted[1])
+            elif role is Role.ZERO or role is Role.SHAPE:
+                _check_integers(convention, role, name, self.entries[name], fitted)
         return fitted
 
 
@@ -450,7 +491,7 @@ def _exact(
     """Return the encoding with the exact dtypes and tile for these codes and scales, and the tensor's shape in
     elements.
     """
-    if codes not in (_EIGHT if encoding.code_bits == 8 else _FOUR):
+    if codes not in _code_dtypes(encoding):
         message = f"codes of {encoding.name} must be {encoding.code}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
     shape = convention.elements(encoding, codes, packed)
@@ -475,15 +516,41 @@ def _exact(
         )
     tile = _tile_of(convention, encoding.tile, shape, stored)
     if tile is not None:
-        code = codes if encoding.code_bits == 8 else encoding.code
-        kind = _EXPONENTS[0] if scales in _EXPONENTS else scales
-        exact = replace(variant(code, kind, tile, has_global=encoding.has_global), scale_max=encoding.scale_max)
+        exact = replace(encoding, scale=scales, tile=tile)
+        if encoding.code in _FLOATING:
+            code = codes if encoding.code_bits == 8 else encoding.code
+            kind = _EXPONENTS[0] if scales in _EXPONENTS else scales
+            exact = replace(variant(code, kind, tile, has_global=encoding.has_global), scale_max=encoding.scale_max)
         if _same_grid(stored, exact.grid(shape)):
             return exact, shape
     tiles = " x ".join("all" if step == WHOLE else str(step) for step in encoding.tile)
     expected = list(encoding.grid(shape)) if len(shape) >= len(encoding.tile) else "of more dims"
     message = f"scales of {list(shape)} elements in tiles of {tiles} must be {expected}; found {scales} {list(stored)}"
     return _Misfit("SHAPE_MISMATCH", Role.SCALE, message)
+
+
+def _code_dtypes(encoding: Encoding) -> tuple[str, ...]:
+    """Return the dtypes with which the codes of an encoding may be stored."""
+    if encoding.code in WORDS:
+        return (_WORD,)
+    if encoding.is_integer:
+        return (encoding.code,)
+    return _EIGHT if encoding.code_bits == 8 else (*_FOUR, encoding.code)
+
+
+def _check_integers(
+    convention: Convention, role: Role, name: str, entry: StoredBuffer, fitted: tuple[Encoding, Shape]
+) -> None:
+    """Refuse zero points, or the stored shape of a tensor, with a dtype or a shape that does not fit the codes."""
+    encoding, shape = fitted
+    dtype, expected = convention.presented(encoding, shape, role)
+    dtypes = ("I64", _WORD) if role is Role.SHAPE else (dtype,)
+    if entry.dtype not in dtypes:
+        message = f"the {role} must be {' or '.join(dtypes)}; found {_dtype_and_shape(entry)}"
+        raise _MisfitError("DTYPE_MISMATCH", name, message)
+    if entry.shape != expected:
+        message = f"the {role} of {list(shape)} elements must be {list(expected)}; found {_dtype_and_shape(entry)}"
+        raise _MisfitError("SHAPE_MISMATCH", name, message)
 
 
 _NO_VALUES = "whose values are not known here"

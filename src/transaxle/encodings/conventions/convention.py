@@ -33,7 +33,7 @@ WEIGHT = "weight"
 """Last name segment of a linear layer's weight, from which the names of its buffers are formed."""
 
 DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS = "deepseek", "compressed_tensors", "gpt_oss"
-TORCHAO, MODELOPT = "torchao", "modelopt"
+TORCHAO, MODELOPT, BITSANDBYTES = "torchao", "modelopt", "bitsandbytes"
 TE, TE_HALVED = "te", "te_256"
 """Names of TransformerEngine's convention, and of its nvfp4 variant with block scales up to 256 (`nvfp4_e4m3_max`)."""
 
@@ -45,6 +45,13 @@ _E8M0 = "F8_E8M0"
 _REAL = "F32"
 _PAIR = 2
 """Number of 4-bit codes in one byte."""
+_WORD = "I32"
+PACKED_BYTES = "U8"
+"""Dtype of 8-bit integer codes that are packed in words."""
+WORDS: Mapping[str, int] = MappingProxyType({"I4": 8, PACKED_BYTES: 4})
+"""Dtype of integer codes -> number of codes that are packed in a stored word of 32 bits, the first in the lowest
+bits.
+"""
 _FLT_MAX = (2 - 2.0**-23) * 2.0**127
 
 Shape = tuple[int, ...]
@@ -103,6 +110,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     """Role -> name of the buffer with this role, for 8-bit codes; empty if the convention has no 8-bit encoding."""
     four: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
     """Role -> name of the buffer with this role, for 4-bit codes; empty if the convention has no 4-bit encoding."""
+    words: Mapping[Role, NameForm] = msgspec.field(default_factory=dict)
+    """Role -> name of the buffer with this role, for integer codes that are packed in words of 32 bits."""
     holds: frozenset[str] = frozenset()
     """Names of the encodings that can be read from files of this convention."""
     writes: frozenset[str] = frozenset()
@@ -136,6 +145,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
             readable = ", ".join(sorted(self.holds))
             message = f"the convention `{self.name}` can only hold {readable}; found {encoding.name}"
             raise refuse("UNSUPPORTED", message, hint="Decode the tensors, or write them in their own convention.")
+        if encoding.code in WORDS:
+            return self.words
         return self.four if encoding.code_bits < 8 else self.eight
 
     def buffers(self, table_name: str, encoding: Encoding) -> dict[Role, str]:
@@ -149,7 +160,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return {
             role: f"{head}{dot}{form(segment)}"
             for role, form in forms
-            if role is not Role.GLOBAL or encoding.has_global
+            if (role is not Role.GLOBAL or encoding.has_global) and (role is not Role.ZERO or encoding.zero_rows)
         }
 
     def stored(self, table_name: str, role: Role, encoding: Encoding) -> str:
@@ -172,7 +183,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         """
         head, dot, segment = stored.rpartition(".")
         places: dict[Place, None] = {}
-        for forms in (self.eight, self.four):
+        for forms in (self.eight, self.four, self.words):
             for role, form in forms.items():
                 inner = form.back(segment)
                 if inner is not None:
@@ -196,6 +207,10 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         self.forms(encoding)
         if role is Role.CODES:
             return self._pack(encoding, shape)
+        if role is Role.SHAPE:
+            return stored or "I64", (len(shape),)
+        if role is Role.ZERO:
+            return _WORD if encoding.code in WORDS else encoding.code, encoding.zero_grid(shape)
         if role is not Role.SCALE:
             return stored or _REAL, shape[:-2] or self.one
         grid = encoding.grid(shape)
@@ -209,6 +224,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
 
     def elements(self, encoding: Encoding, dtype: str, shape: Shape) -> Shape | None:
         """Return a tensor's shape in elements, from dtype and shape of the stored codes; None if these do not fit."""
+        if encoding.code in WORDS:
+            return (*shape[:-1], shape[-1] * WORDS[encoding.code]) if shape else None
         if encoding.code_bits == 8 or dtype == encoding.code:
             return shape
         if not self.block:
@@ -218,12 +235,14 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         return (*shape[:-2], shape[-2] * self.block)
 
     def _pack(self, encoding: Encoding, shape: Shape) -> tuple[str, Shape]:
-        if encoding.code_bits == 8:
+        if encoding.code_bits == 8 and encoding.code not in WORDS:
             return encoding.code, shape
-        unit = self.block or _PAIR
+        unit = WORDS.get(encoding.code) or self.block or _PAIR
         if not shape or shape[-1] % unit:
             message = f"{encoding.name} needs rows of a multiple of {unit}; found {list(shape)}"
             raise refuse("SHAPE_MISMATCH", message, hint="Decode this tensor, or skip it.")
+        if encoding.code in WORDS:
+            return _WORD, (*shape[:-1], shape[-1] // unit)
         packed_dims = (shape[-1] // self.block, self.block // _PAIR) if self.block else (shape[-1] // _PAIR,)
         return _BYTES, (*shape[:-1], *packed_dims)
 
@@ -277,15 +296,26 @@ _ALL = (
     ),
     Convention(
         COMPRESSED_TENSORS,
-        eight={Role.CODES: _suffix(""), Role.SCALE: _suffix("_scale"), Role.INPUT_SCALE: _INPUT},
+        eight={
+            Role.CODES: _suffix(""),
+            Role.SCALE: _suffix("_scale"),
+            Role.ZERO: _suffix("_zero_point"),
+            Role.INPUT_SCALE: _INPUT,
+        },
         four={
             Role.CODES: _suffix("_packed"),
             Role.SCALE: _suffix("_scale"),
             Role.GLOBAL: _suffix("_global_scale"),
             Role.INPUT_SCALE: NameForm("input_global_scale", "{}_input_global_scale"),
         },
-        holds=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
-        writes=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
+        words={
+            Role.CODES: _suffix("_packed"),
+            Role.SCALE: _suffix("_scale"),
+            Role.ZERO: _suffix("_zero_point"),
+            Role.SHAPE: _suffix("_shape"),
+        },
+        holds=_SCALES_OF_FP8 | {"mxfp4", "nvfp4", "int4", "int8"},
+        writes=_SCALES_OF_FP8 | {"mxfp4", "nvfp4", "int4", "int8"},
         meaning="divisor",
         exponents_as_bytes=True,
         one=(1,),
@@ -328,6 +358,12 @@ _ALL = (
         flat_rows=True,
     ),
     Convention(
+        BITSANDBYTES,
+        four={Role.CODES: _suffix(""), Role.SCALE: _suffix("_absmax")},
+        holds=frozenset({"nf4", "fp4"}),
+        whole_blocks=False,
+    ),
+    Convention(
         TE,
         eight={Role.CODES: _suffix(""), Role.SCALE: _suffix("_scale_inv")},
         four={Role.CODES: _suffix(""), Role.SCALE: _suffix("_scale_inv"), Role.GLOBAL: _suffix("_amax")},
@@ -359,6 +395,10 @@ PREFERRED: Mapping[str, str] = MappingProxyType(
         "mxfp8": COMPRESSED_TENSORS,
         "mxfp4": GPT_OSS,
         "nvfp4": COMPRESSED_TENSORS,
+        "int4": COMPRESSED_TENSORS,
+        "int8": COMPRESSED_TENSORS,
+        "nf4": BITSANDBYTES,
+        "fp4": BITSANDBYTES,
     }
 )
 """Name of an encoding -> name of the convention in which newly quantized tensors are written."""

@@ -26,6 +26,7 @@ from transaxle.encodings.conventions.convention import (
     DEEPSEEK,
     GPT_OSS,
     MODELOPT,
+    WORDS,
     Shape,
 )
 from transaxle.encodings.conventions.quantization import (
@@ -43,18 +44,31 @@ from transaxle.encodings.conventions.scheme import (
     EXPRESSION,
     FP8,
     GROUPS,
+    INT_QUANTIZED,
     LINEAR,
     METHOD,
     MIXED,
     MODELOPT_METHOD,
     MXFP4_METHOD,
+    PACK_QUANTIZED,
     SECTION,
     Modules,
     compressed_modules,
     transformers_modules,
     wildcard_modules,
 )
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
+from transaxle.encodings.encoding import (
+    FLOAT8,
+    FLOAT8_BLOCK,
+    INT4,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    WHOLE,
+    EncodedTensor,
+    Encoding,
+    Role,
+)
 from transaxle.errors import TransaxleError, refuse
 
 _METHODS = {DEEPSEEK: FP8, COMPRESSED_TENSORS: COMPRESSED, GPT_OSS: MXFP4_METHOD, MODELOPT: MODELOPT_METHOD}
@@ -264,6 +278,10 @@ class _SectionWriter:
         """Return encoding -> modules with this encoding; encodings that a config cannot tell apart count as one."""
         modules_of: dict[Encoding, set[str]] = {}
         for name, tensor in self.encoded.items():
+            if tensor.encoding.is_integer:
+                kind = replace(tensor.encoding, scale=INT4.scale)
+                modules_of.setdefault(kind, set()).add(module_of(name))
+                continue
             eight = tensor.encoding.code_bits == 8
             scale = FLOAT8.scale if eight and tensor.encoding.scale != MXFP8.scale else tensor.encoding.scale
             code = FLOAT8.code if eight else tensor.encoding.code
@@ -300,8 +318,8 @@ class _SectionWriter:
             targets = modules if self.source is not None or len(kinds) > 1 else [LINEAR]
             old = section.get(GROUPS, {}).get(templates.get(kind))
             group = old if isinstance(old, dict) else {"weights": _weights(kind), "input_activations": None}
-            groups[_free(f"group_{number}", groups)] = group | {"targets": targets, "format": _FORMATS[kind.name]}
-        formats = {_FORMATS[kind.name] for kind in kinds}
+            groups[_free(f"group_{number}", groups)] = group | {"targets": targets, "format": _format(kind)}
+        formats = {_format(kind) for kind in kinds}
         section |= {"quantization_status": "compressed", GROUPS: groups}
         section["format"] = min(formats) if len(formats) == 1 else "mixed-precision"
         yield section
@@ -399,6 +417,8 @@ def _in_words(kind: Encoding) -> str:
 def _weights(kind: Encoding) -> Section:
     """Return an encoding as the config arguments of compressed-tensors (`QuantizationArgs`)."""
     arguments: Section = {"num_bits": kind.code_bits, "type": "float", "symmetric": True, "dynamic": False}
+    if kind.is_integer:
+        arguments |= {"type": "int", "symmetric": not kind.zero_rows}
     if kind.tile == CHANNEL.tile:
         return arguments | {"strategy": "channel"}
     if set(kind.tile) == {WHOLE}:
@@ -410,6 +430,13 @@ def _weights(kind: Encoding) -> Section:
     return arguments | ({"scale_dtype": dtype} if dtype else {})
 
 
+def _format(kind: Encoding) -> str:
+    """Return the `format` by which compressed-tensors stores an encoding."""
+    if kind.is_integer:
+        return PACK_QUANTIZED if kind.code in WORDS else INT_QUANTIZED
+    return _FORMATS[kind.name]
+
+
 _FORMATS = {
     FLOAT8.name: "float-quantized",
     FLOAT8_BLOCK.name: "float-quantized",
@@ -417,7 +444,7 @@ _FORMATS = {
     MXFP4.name: "mxfp4-pack-quantized",
     NVFP4.name: "nvfp4-pack-quantized",
 }
-"""Name of an encoding -> name of the `format` by which compressed-tensors stores it."""
+"""Name of an encoding of floating-point codes -> name of the `format` by which compressed-tensors stores it."""
 _NOT_CONVERTED, _IGNORED = "modules_to_not_convert", "ignored_layers"
 """The two config keys under which the list of unquantized modules may be."""
 _EXPERTS = "experts"

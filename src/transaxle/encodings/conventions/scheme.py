@@ -21,9 +21,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, DEEPSEEK, GPT_OSS, MODELOPT, TORCHAO
+from transaxle.encodings.conventions.convention import (
+    COMPRESSED_TENSORS,
+    DEEPSEEK,
+    GPT_OSS,
+    MODELOPT,
+    PACKED_BYTES,
+    TORCHAO,
+    WORDS,
+)
 from transaxle.encodings.conventions.linear_regex import Expressions
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, INT4, INT8, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.errors import Refusal, Where, gathered, refuse
 
 EXPRESSION = "re:"
@@ -289,12 +297,18 @@ class _Compressed(msgspec.Struct):
 
 _TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS, _TENSOR_GROUP = "tensor", "channel", "block", "group", "tensor_group"
 _DENSE = ("dense", "fakequant")
+PACK_QUANTIZED, INT_QUANTIZED = "pack-quantized", "int-quantized"
+"""`format` of compressed-tensors for integers that are packed in words, and for integers of one byte each."""
+WORD_CODES = "words"
+"""Stands for the dtypes of codes that are packed in words: their number of bits determines the dtype."""
 _FORMATS = {
     "float-quantized": "F8_E4M3",
     "naive-quantized": "F8_E4M3",
     "mxfp8-quantized": "F8_E4M3",
     "nvfp4-pack-quantized": "F4",
     "mxfp4-pack-quantized": "F4",
+    PACK_QUANTIZED: WORD_CODES,
+    INT_QUANTIZED: INT8.code,
     "mixed-precision": None,
 }
 """`format` of compressed-tensors -> dtype of the codes; None means that each group states a format."""
@@ -304,6 +318,10 @@ def _float_weights(
     bits: int, strategy: str, size: int | None = None, block: list[int] | None = None
 ) -> _CompressedWeights:
     return _CompressedWeights(bits, "float", strategy=strategy, group_size=size, block_structure=block)
+
+
+def _int_weights(bits: int, strategy: str, size: int | None = None, *, symmetric: bool = True) -> _CompressedWeights:
+    return _CompressedWeights(bits, "int", symmetric=symmetric, strategy=strategy, group_size=size)
 
 
 _PRESETS = {
@@ -316,6 +334,10 @@ _PRESETS = {
     "MXFP4A16": _float_weights(4, _IN_GROUPS, _GROUP),
     "MXFP4XFP8": _float_weights(4, _IN_GROUPS, _GROUP),
     "MXFP8": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
+    **dict.fromkeys(("W4A16", "W4A8", "W4AFP8", "W4A4"), _int_weights(4, _IN_GROUPS, 128)),
+    "W4A16_ASYM": _int_weights(4, _IN_GROUPS, 128, symmetric=False),
+    "W8A16": _int_weights(8, _IN_GROUPS, 128),
+    **dict.fromkeys(("W8A8", "INT8"), _int_weights(8, _CHANNEL)),
     "MXFP8A16": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
 }
 """Name of a preset in compressed-tensors 0.20 -> encoding of weights, for presets that are supported."""
@@ -338,9 +360,9 @@ def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
         _check_known(layout, (*_FORMATS, *_DENSE), f"{spot}.format" if group.format else f"{location}.format")
         if group.weights is None or layout in _DENSE:
             continue
-        encoding = _encoding_of_weights(group.weights, f"{spot}.weights")
+        encoding = _encoding_of_weights(group.weights, f"{spot}.weights", layout)
         code = _FORMATS[layout]
-        if code not in (None, encoding.code):
+        if code not in (None, WORD_CODES if encoding.code in WORDS else encoding.code):
             message = f"{spot} stores codes of {encoding.code}, but its format {layout} has codes of {code}"
             raise refuse("CORRUPT", message)
         by_name = [target for target in group.targets if not _is_class(target)]
@@ -357,14 +379,17 @@ def _is_class(target: str) -> bool:
     return target[:1].isupper() and "." not in target
 
 
-def _encoding_of_weights(weights: _CompressedWeights, location: str) -> Encoding:
+def _encoding_of_weights(weights: _CompressedWeights, location: str, layout: str) -> Encoding:
     kind = f"{weights.type.lower()}{weights.num_bits}"
-    _check_known(kind, ("float8", "float4"), f"{location} (type and num_bits)")
-    if weights.dynamic or not weights.symmetric:
+    _check_known(kind, ("float8", "float4", "int4", "int8"), f"{location} (type and num_bits)")
+    is_integer = kind.startswith("int")
+    if weights.dynamic or not (weights.symmetric or is_integer):
         settings = f"dynamic {weights.dynamic!r}, symmetric {weights.symmetric!r}"
         raise refuse("UNSUPPORTED", f"{location} is {settings}; known: weights that are stored, and symmetric")
     _check_known(weights.actorder or None, (None, "weight", "static"), f"{location}.actorder")
     strategy = weights.strategy or _infer_strategy(weights)
+    if is_integer:
+        return _integers(weights, strategy, location, layout)
     if kind == "float4":
         _check_known(strategy, (_IN_GROUPS, _TENSOR_GROUP), f"{location}.strategy")
         _check_known(weights.group_size, (16, _GROUP), f"{location}.group_size")
@@ -380,6 +405,23 @@ def _encoding_of_weights(weights: _CompressedWeights, location: str) -> Encoding
     if strategy == _BLOCK:
         return variant(FLOAT8.code, FLOAT8.scale, _block(weights.block_structure, f"{location}.block_structure"))
     return variant(FLOAT8.code, FLOAT8.scale, (WHOLE if strategy == _TENSOR else 1, WHOLE))
+
+
+def _integers(weights: _CompressedWeights, strategy: str, location: str, layout: str) -> Encoding:
+    """Return the encoding of integers; `int-quantized` stores one per byte, also those of four bits."""
+    _check_known(strategy, (_TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS), f"{location}.strategy")
+    tile: tuple[int, ...] = (WHOLE if strategy == _TENSOR else 1, WHOLE)
+    if strategy == _BLOCK:
+        tile = _block(weights.block_structure, f"{location}.block_structure")
+    elif strategy == _IN_GROUPS:
+        if not weights.group_size or weights.group_size < 0:
+            raise refuse("CORRUPT", f"{location}.group_size is {weights.group_size!r}; expected a positive number")
+        tile = (1, weights.group_size)
+    if layout == INT_QUANTIZED:
+        return replace(INT8, tile=tile, zero_rows=int(not weights.symmetric))
+    packed = INT4 if weights.num_bits == INT4.code_bits else replace(INT8, code=PACKED_BYTES)
+    _check_known(strategy, (_CHANNEL, _IN_GROUPS), f"{location}.strategy of the format {PACK_QUANTIZED}")
+    return replace(packed, tile=tile, zero_rows=0 if weights.symmetric else WORDS[packed.code])
 
 
 def _infer_strategy(weights: _CompressedWeights) -> str:

@@ -63,6 +63,7 @@ from transaxle.engine.views.encoded import (
     describes_codes,
     refuse_plain,
 )
+from transaxle.engine.views.stated_shapes import with_shape_files
 from transaxle.engine.wording import plural
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container
@@ -576,7 +577,7 @@ def open_checkpoint(
     container = open_container(
         source, *choices, average=user_settings.average, lenient=lenient, naming=naming, config_above=above
     )
-    container = with_hash_witness(container)
+    container = with_shape_files(with_hash_witness(container))
     if describes_codes(container.metadata):
         container = add_compact_scales(container)
     if user_settings.average:

@@ -149,7 +149,7 @@ def make_plan(
     source = checkpoint.source_of(label)
     options = {**_draft_options(checkpoint, view, source, get_format(form), problems), "sealed": single}
     plain = (item.name for item in checkpoint.container.training if item.path in options["training"])
-    outputs = _outputs_by_name(_outputs(view, names, encode.encoding if encode else "", plain), problems)
+    outputs = _outputs_by_name(_outputs(view, names, encode, plain), problems)
     options |= _ranks_options(checkpoint, get_format(form), label, outputs, degrees, view.axes, problems)
     draft, lost = _draft_files(checkpoint, (form, label), outputs, options, None if single else shard_size, problems)
     tensors = _plan_tensors(source, outputs, draft, allow_lossy, problems)
@@ -397,14 +397,16 @@ def _translate(
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
 
 
-def _outputs(view: View, names: Iterable[str], encoding: str, plain: Iterable[str | None]) -> list[OutputTensor]:
+def _outputs(
+    view: View, names: Iterable[str], encode: Encode | None, plain: Iterable[str | None]
+) -> list[OutputTensor]:
     """Return the output tensors of a view: encoded tensors as buffers, tensors stored as plain data omitted."""
     encoded, stored, outputs, omitted = frozenset(names), view.stored, list[OutputTensor](), frozenset(plain)
     for name, target in view.targets.items():
         if name in omitted:
             continue
-        if name in encoded:
-            outputs.extend(buffers_of(view, name, encoding))
+        if encode is not None and name in encoded:
+            outputs.extend(buffers_of(view, name, encode))
         elif name in stored:
             outputs.append(OutputTensor(name, *stored[name], target))
         else:

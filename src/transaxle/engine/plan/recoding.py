@@ -39,7 +39,7 @@ from transaxle.encodings.conventions.convention import (
 )
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
 from transaxle.encodings.conventions.rewriting import rewrite_config
-from transaxle.encodings.encoding import ENCODINGS, PLAIN, EncodedTensor, Error, Role
+from transaxle.encodings.encoding import PLAIN, EncodedTensor, Error, Role
 from transaxle.encodings.value_steps import CASTING, RecodedTensor
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
@@ -259,14 +259,17 @@ def value_changes(
     return tuple(changed)
 
 
-def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
+def buffers_of(view: View, name: str, encode: Encode) -> list[OutputTensor]:
     """Return the buffers (codes, scales) in which one encoded tensor is written."""
-    convention, spec = CONVENTIONS[PREFERRED[encoding]], ENCODINGS[encoding]
+    convention = CONVENTIONS[PREFERRED[encode.encoding]]
     target = view.targets[name]
     dtype, shape = view.form_of(name)
-    buffers = []
-    for role in (Role.CODES, Role.SCALE, *([Role.GLOBAL] if spec.has_global else ())):
-        step = Step(encoding, convention.name, role, name, dtype, shape)
+    codes = Step(encode.encoding, convention.name, Role.CODES, name, dtype, shape, encode.group)
+    spec, buffers = codes.spec, []
+    for role in convention.buffers(name, spec):
+        if role is Role.INPUT_SCALE:
+            continue
+        step = replace(codes, role=role)
         stored = convention.stored(name, role, spec)
         buffers.append(OutputTensor(stored, *convention.presented(spec, shape, role), target, step))
     return buffers

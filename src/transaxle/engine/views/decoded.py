@@ -87,7 +87,7 @@ def join_notes(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {**joined_notes, NAMES: json.dumps(list(names))} if lists else joined_notes
 
 
-DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
+DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """Name of a dtype to which users can decode -> safetensors code of this dtype."""
 _FILE = "decoded:"
 _BAND = 1 << 18
@@ -184,6 +184,7 @@ class Decoder:
         *outer, self._rows, self._columns = shape
         *steps, self._tile_rows, self._tile_columns = tile
         self._bits = tensor.encoding.code_bits
+        self._shape_agrees = False
         self._item = numpy_dtype(dtype).itemsize
         grid = [-(-size // step) for size, step in zip(shape, tile, strict=True)]
         self._grid_rows, self._grid_columns = grid[-2:]
@@ -250,13 +251,14 @@ class Decoder:
         total = Error()
         for row, rows, column, columns in self._boxes(0, prod(self.tensor.shape)):
             codes, scale, phase = self._read_box(row, rows, column, columns)
-            factor = self._factors[row // self._rows]
-            total += decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype)
+            factor, zero = self._factors[row // self._rows], self._zeros_of(row, rows, column, columns)
+            total += decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype, zero=zero)
         return total, 0
 
     def _decode(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
         from transaxle.encodings.arithmetic.codec import decode_box
 
+        self._check_shape()
         position = 0
         for row, rows, column, columns in self._boxes(first, last):
             # Packed codes are read in whole bytes, so the range of columns is extended to even bounds.
@@ -271,6 +273,7 @@ class Decoder:
                 phase=phase,
                 factor=self._factors[row // self._rows],
                 dtype=self.dtype,
+                zero=self._zeros_of(row, rows, left, right - left),
                 out=into if fits else None,
             )
             if not fits:
@@ -311,6 +314,42 @@ class Decoder:
         left, right = column // self._tile_columns, (column + columns - 1) // self._tile_columns + 1
         return scale[:, left:right], (inside % self._tile_rows, column % self._tile_columns)
 
+    def _zeros_of(self, row: int, rows: int, column: int, columns: int) -> npt.NDArray[np.float32] | None:
+        """Read the zero points of a box within one matrix, one for each tile; None if the tensor has none."""
+        per_number = self.tensor.encoding.zero_rows
+        if not per_number:
+            return None
+        from transaxle.encodings.arithmetic.codes import KINDS
+
+        kind = KINDS[self.tensor.encoding.code]
+        number, inside = divmod(row, self._rows)
+        first, last = inside // self._tile_rows, (inside + rows - 1) // self._tile_rows + 1
+        grid_columns = slice(column // self._tile_columns, (column + columns - 1) // self._tile_columns + 1)
+        item = per_number * kind.bits // 8
+        per_matrix = -(-self._grid_rows // per_number)
+        begin, end = (
+            self._grids[number] * per_matrix + position for position in (first // per_number, -(-last // per_number))
+        )
+        width = self._grid_columns * item
+        stored = self._zero.read(begin * width, end * width).reshape(end - begin, self._grid_columns, item)
+        codes = stored if kind.bits == 8 else np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:2], -1)
+        by_row = codes.transpose(0, 2, 1).reshape(-1, self._grid_columns)
+        skipped = first % per_number
+        return kind.values[by_row[skipped : skipped + last - first, grid_columns]]
+
+    def _check_shape(self) -> None:
+        """Refuse a stored shape that differs from the shape of the codes."""
+        if self._shape_agrees or Role.SHAPE not in self.tensor.parts:
+            return
+        name = self.tensor.parts[Role.SHAPE]
+        entry = self._source.entries[name]
+        stated = self._source.read(name).view(numpy_dtype(entry.dtype)).tolist()
+        if tuple(stated) != self.tensor.shape:
+            message = f"it states the shape {stated}, but the codes have the shape {list(self.tensor.shape)}"
+            hint = "The file is damaged, or its rows are padded, which is not supported."
+            raise refuse("SHAPE_MISMATCH", message, tensor=name, hint=hint)
+        self._shape_agrees = True
+
     @cached_property
     def _codes(self) -> RowMajorBytes:
         return self._buffer(Role.CODES)
@@ -318,6 +357,10 @@ class Decoder:
     @cached_property
     def _scale(self) -> RowMajorBytes:
         return self._buffer(Role.SCALE)
+
+    @cached_property
+    def _zero(self) -> RowMajorBytes:
+        return self._buffer(Role.ZERO)
 
     def _buffer(self, role: Role) -> RowMajorBytes:
         name = buffer_name(self.tensor.name, role)

@@ -9,6 +9,7 @@ The module also selects tensors by patterns of their names.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -21,7 +22,7 @@ import numpy as np
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.encodings.conventions.convention import CONVENTIONS
-from transaxle.encodings.encoding import ENCODINGS, WIDE, Encoding, Error, Role
+from transaxle.encodings.encoding import ENCODINGS, INT4, WIDE, Encoding, Error, Role
 from transaxle.engine.views.encoded import View
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -59,7 +60,7 @@ def _refuse_pattern(pattern: str, names: Sequence[str], noun: str) -> Refusal:
     return Refusal("AMBIGUOUS", f"no {noun} has a name like {pattern!r}", hint=hint)
 
 
-METHODS = ("float8_block", "mxfp8", "nvfp4")
+METHODS = ("float8_block", "mxfp8", "nvfp4", INT4.name)
 """Names of the encodings that Transaxle can write."""
 _PLAIN_WORDS = frozenset({
     "answers", "bias", "classifier", "downsample", "head", "patch", "patches", "pos", "position", "positions", "rel",
@@ -106,12 +107,35 @@ class Encode(msgspec.Struct, frozen=True):
     """Patterns of target tensor names to encode; if there are none, the weights of linear layers are encoded."""
     skip: tuple[str, ...] = ()
     """Patterns of target tensor names that are not encoded."""
+    group: int = 0
+    """Number of values in a row that share one scale, for int4; 0 means 32, and every other encoding."""
 
     def __post_init__(self) -> None:
         if self.encoding not in METHODS:
             raise refuse(
                 "AMBIGUOUS", f"cannot encode to {self.encoding!r}", hint=f"Choose one of: {', '.join(METHODS)}."
             )
+        if self.group and self.encoding != INT4.name:
+            raise refuse(
+                "AMBIGUOUS", f"group_size is {self.group}, but the groups of {self.encoding} have a fixed size"
+            )
+        if self.group % _LEAST_GROUP:
+            message = f"group_size is {self.group}; readers need groups of a multiple of {_LEAST_GROUP} values"
+            raise refuse("AMBIGUOUS", message, hint="Usual are 32, 64 and 128.")
+
+    @property
+    def spec(self) -> Encoding:
+        """The description of the encoding to write, apart from the dtype of its scales."""
+        return with_group(ENCODINGS[self.encoding], self.group)
+
+
+_LEAST_GROUP = 16
+"""Number of which the size of a group must be a multiple."""
+
+
+def with_group(encoding: Encoding, group: int) -> Encoding:
+    """Return an encoding with groups of a given size; 0 means the usual size."""
+    return dataclasses.replace(encoding, tile=(1, group)) if group else encoding
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -129,11 +153,14 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """Safetensors code of the dtype of the values to encode."""
     shape: tuple[int, ...]
     """Shape of the values to encode."""
+    group: int = 0
+    """Number of values in a row that share one scale; 0 if the encoding determines it."""
 
     @property
     def spec(self) -> Encoding:
-        """The description of the encoding in `ENCODINGS`."""
-        return ENCODINGS[self.encoding]
+        """The description of the encoding; scales of integers have the dtype of the values."""
+        spec = with_group(ENCODINGS[self.encoding], self.group)
+        return dataclasses.replace(spec, scale=self.dtype) if spec.is_integer else spec
 
     @property
     def nbytes(self) -> int:
@@ -198,6 +225,9 @@ def buffer_blocks(
     """
     if step.role == Role.GLOBAL:
         yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
+        return
+    if step.role == Role.SHAPE:
+        yield np.array(step.shape, np.int64).view(np.uint8).data
         return
     from transaxle.encodings.arithmetic.codec import encode_error, encode_rows
 
@@ -278,7 +308,7 @@ def choose(
             else "\n".join(notes) or "no plain tensor is the weight of a linear layer"
         )
         raise refuse("AMBIGUOUS", f"nothing to encode: {why}", hint=hint)
-    encoding = ENCODINGS[request.encoding]
+    encoding = request.spec
     misfits = {name: _misfit(view, plain.get(name), encoding, name, across=name in across) for name in names}
     problems = [Refusal("UNSUPPORTED", why, Where(None, name), _WAY_OUT) for name, why in misfits.items() if why]
     return [name for name, why in misfits.items() if not why], problems, notes

@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import structs
 from msgspec.structs import replace
 
-from transaxle.axes.layout.relayout import Check, Shape, Target
+from transaxle.axes.layout.relayout import Check, Shape, Target, identity_target
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import SPEAKING, group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, TE_NOTE, Convention
@@ -39,6 +39,7 @@ from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_
 from transaxle.encodings.conventions.torchao_convention import SwizzledTensor, find_swizzled
 from transaxle.encodings.encoding import WHOLE, EncodedTensor, Encoding, Role
 from transaxle.engine.source import Source, redescribe
+from transaxle.engine.views.stated_shapes import shape_entry
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
 from transaxle.formats.storage.copier import Bytes
@@ -149,6 +150,8 @@ _SCALE = "scale"
 """Text that occurs in the name of every buffer that contains scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
 """Hint in refusals of buffers that do not fit their tensor."""
+_SHAPE_HINT = "The file is damaged, or its rows are padded, which is not supported."
+"""Hint in refusals of tensors whose stored shape is wrong."""
 _DECODE_HINT = "Choose a dialect that stores these tensors separately, or decode them:  --decode bf16."
 """Hint in refusals of tensors that would have to share one scale."""
 
@@ -180,13 +183,18 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
     """Refusals of buffers that cannot be assigned to a tensor or do not fit it."""
 
     @cached_property
-    def buffers(self) -> Mapping[str, Entry]:
-        """All entries from which target tensors are read: `entries`, and all other buffers by internal names."""
+    def buffers(self) -> dict[str, Entry]:
+        """All entries from which target tensors are read: `entries`, and all other buffers by internal names. Virtual
+        files with the shapes of targets are added by `add_buffers`.
+        """
         buffers = dict(self.entries)
         for tensor in self.encoded.values():
             for role, stored in tensor.parts.items():
                 if role is not Role.CODES:
                     entry = self.container.entries[stored]
+                    if role is Role.SHAPE:  # read to compare it, with its stored name
+                        buffers[stored] = entry
+                        continue
                     shape = grid_of(tensor.encoding, tensor.shape, role)
                     buffers[buffer_name(tensor.name, role)] = redescribe(entry, tensor.name, entry.dtype, shape)
         return buffers
@@ -202,6 +210,8 @@ def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
 
 def tile_of(encoding: Encoding, shape: Shape, role: Role) -> Tile:
     """Return how many elements along each dim share one number of a buffer."""
+    if role is Role.ZERO:
+        return encoding.zero_tiles(shape)
     return encoding.tiles(shape) if role is Role.SCALE else matrix_tile(shape)
 
 
@@ -445,6 +455,9 @@ class _BufferFollower:
         for role in tensor.parts:
             if role is Role.CODES:
                 continue
+            if role is Role.SHAPE:
+                yield role, *self._shape(target, tensor, sources.values())
+                continue
             tiles = {name: tile_of(source.encoding, source.shape, role) for name, source in sources.items()}
             tile = tile_of(tensor.encoding, target.shape, role)
             dtype = self.catalog.container.entries[tensor.parts[role]].dtype
@@ -465,6 +478,25 @@ class _BufferFollower:
                     for other_target in other_targets
                 ],
             )
+
+    def _shape(
+        self, target: Target, tensor: EncodedTensor, sources: Iterable[EncodedTensor]
+    ) -> tuple[Target, Sequence[Check]]:
+        """Return the target with the shape of an encoded tensor, with checks that the sources state theirs."""
+        dtype = self.catalog.container.entries[tensor.parts[Role.SHAPE]].dtype
+        checks = []
+        for source in sources:
+            stored = source.parts[Role.SHAPE]
+            stated, entry = self._literal(source.shape, dtype), self.catalog.container.entries[stored]
+            why = f"{stored} states another shape than the codes have, {list(source.shape)}"
+            checks.append(Check(identity_target(stored, entry), stated, why, _SHAPE_HINT))
+        return structs.replace(self._literal(target.shape, dtype), rule=target.rule), checks
+
+    def _literal(self, shape: Shape, dtype: str) -> Target:
+        """Return a target whose elements are the numbers of a shape."""
+        entry = shape_entry(shape, dtype)
+        self.catalog.buffers[entry.name] = entry
+        return identity_target(entry.name, entry)
 
     def _buffer_checks(self, check: Check) -> Iterator[Check]:
         """Yield the checks that two copies of an encoded tensor are equal: their codes, scales and other buffers."""
