@@ -35,7 +35,7 @@ ANNOTATIONS = {
     "path": "PathLike | None", "patterns": "Patterns", "size": "Size", "switch": "bool | None", "text": "str | None",
 }  # fmt: skip
 """Kind of an option -> its annotation."""
-OWN = {"to": "str", "weights": "Weights | None", "encode": "str | None"}
+OWN = {"to": "str", "weights": "Weights | None", "encode": "str | None", "restate": "str | None"}
 """Annotations of single options."""
 
 

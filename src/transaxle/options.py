@@ -103,6 +103,11 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                choices=("float8_block", "mxfp8", "nvfp4", "int4"), common=True),
         Option("group_size", "count", "int4 only: values of a row that share one scale.  [default: 32]",
                flags=("--group-size", "--group"), metavar="N", example="128"),
+        Option("restate", "choice", "Store quantized tensors in this convention or encoding, with the same values.",
+               example="modelopt", common=True, choices=(
+                   "compressed_tensors", "modelopt", "deepseek", "gpt_oss", "te", "transformers_fp8", "mxfp8",
+                   "float8_block", "nvfp4", "bf16",
+               )),
         Option("dtype", "float_type", "Cast plain floating-point tensors to this type.",
                choices=("bf16", "fp16", "fp32"), common=True),
         Option("merge", "path", "Merge this LoRA adapter of peft (a folder) into the weights.", metavar="ADAPTER",
@@ -141,9 +146,9 @@ OPTIONS: Mapping[str, Option] = {option.name: option for section in SECTIONS.val
 
 READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", "optimizer", "average", "ranks")
 """Options that determine how a checkpoint is recognised and read."""
-OPENING = (*READING, "decode", "dtype", "merge", "only", "skip")
+OPENING = (*READING, "decode", "restate", "dtype", "merge", "only", "skip")
 """Options of `open`: the `READING` options, and options that change or select the values that are read."""
-OF_FIRST = frozenset({"dialect", "format", "ranks", "only", "skip", "dtype", "merge"})
+OF_FIRST = frozenset({"dialect", "format", "ranks", "only", "skip", "dtype", "merge", "restate"})
 """Options that apply only to the first checkpoint, if two checkpoints are compared."""
 OF_ONE = frozenset({"decode", "weights", "average"})
 """Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""
@@ -198,7 +203,7 @@ class Exclusion:
 
 
 EXCLUSIONS = (
-    Exclusion(("decode", "dtype", "encode", "merge")),
+    Exclusion(("decode", "dtype", "encode", "merge", "restate")),
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
     Exclusion(("group_size",), needs=("encode",)),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),

@@ -30,8 +30,8 @@ from transaxle.arguments import (
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, open_source
 from transaxle.engine.checkpoint.settings import model_config
-from transaxle.errors import Refused
 from transaxle.engine.observers import Progress, Unverified, Unwatched, Watch, no_progress, report_progress
+from transaxle.errors import Refused
 from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def open(  # noqa: A001 - the contract's name
     average: bool = False,
     ranks: str | None = None,
     decode: DType | None = None,
+    restate: str | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
     only: Patterns = (),
@@ -86,6 +87,7 @@ def open(  # noqa: A001 - the contract's name
         average: whether to replace replicas that differ between ranks (DeepSpeed, Megatron) by their mean.
         ranks: names of the torch files of a job's ranks, such as `model_rank{}.pt`; None means verl's names.
         decode: `bf16` or `fp32`: the dtype to which quantized tensors are decoded when they are read.
+        restate: convention or encoding in which quantized tensors are shown with the same values, such as `modelopt`.
         dtype: `bf16`, `fp16` or `fp32`: the dtype to which unquantized tensors are cast when they are read.
         merge: path of a peft LoRA adapter, merged into the weights when they are read.
         only: patterns of the tensor names to which `decode` or `dtype` applies; empty means all tensors.
@@ -115,6 +117,7 @@ def info(
     average: bool = False,
     ranks: str | None = None,
     decode: DType | None = None,
+    restate: str | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
     only: Patterns = (),
@@ -355,6 +358,7 @@ def plan(
     average: bool = False,
     ranks: str | None = None,
     decode: DType | None = None,
+    restate: str | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
     only: Patterns = (),
@@ -426,6 +430,7 @@ def convert(
     average: bool = False,
     ranks: str | None = None,
     decode: DType | None = None,
+    restate: str | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
     only: Patterns = (),
@@ -494,18 +499,13 @@ def convert(
     observer.state("nothing was written")
     result = _Conversion(src, dst, options, observer).carry_out(progress)
     if result.verification is not None:
-        _refuse_unverified(result, result.verification)
+        from transaxle.engine.read_back import refuse_unequal
+
+        try:
+            refuse_unequal(result.verification, result.path)
+        except Refused as error:
+            raise Unverified(error.refusals, result) from None
     return result
-
-
-def _refuse_unverified(report: Report, verification: Verification) -> None:
-    """Raise `Unverified` if the result of a conversion, read back, does not equal the source."""
-    from transaxle.engine.read_back import refuse_unequal
-
-    try:
-        refuse_unequal(verification, report.path)
-    except Refused as error:
-        raise Unverified(error.refusals, report) from None
 
 
 @suggests
@@ -528,6 +528,7 @@ def verify(
     average: bool = False,
     ranks: str | None = None,
     decode: DType | None = None,
+    restate: str | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
     only: Patterns = (),
@@ -591,6 +592,7 @@ def diff(
     average: bool = False,
     ranks: str | None = None,
     decode: DType | None = None,
+    restate: str | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
     only: Patterns = (),
@@ -710,11 +712,9 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
 
     read_flag("remove", remove)
     all_leftovers = leftovers.leftovers(read_path("path", path))
-    return (
-        tuple(leftovers.clean(each) if each.outcome == "found" else each for each in all_leftovers)
-        if remove
-        else all_leftovers
-    )
+    if not remove:
+        return all_leftovers
+    return tuple(leftovers.clean(each) if each.outcome == "found" else each for each in all_leftovers)
 
 
 __all__ = ["Unverified", "Watch", "check_rules", "clean", "convert", "derive", "diff", "info", "open", "plan", "verify"]

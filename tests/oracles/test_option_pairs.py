@@ -67,6 +67,10 @@ OF_RANK_FILES = {"ranks", "dp", "device"}
 """Options of files of FSDP ranks, which `tests/formats/ranks` runs through: they belong to one format alone."""
 
 
+OF_CONVENTIONS = {"restate"}
+"""What `tests/engine/checkpoint/test_restated.py` runs through: few sources are stored in several conventions."""
+
+
 def test_the_sweep_has_every_option() -> None:
     several = {
         names.CHANGE: {"decode", "encode", "dtype", "merge"},
@@ -75,7 +79,7 @@ def test_the_sweep_has_every_option() -> None:
         **{factor: {factor.removeprefix("named ")} for factor in FACTORS if factor.startswith("named ")},
     }
     listed = set().union(*(several.get(factor, {factor}) for factor in FACTORS))
-    assert (listed - {names.INTERFACE, names.SOURCE}) | OF_RANK_FILES == {*VERBS["convert"]}
+    assert (listed - {names.INTERFACE, names.SOURCE}) | OF_RANK_FILES | OF_CONVENTIONS == {*VERBS["convert"]}
 
 
 def test_what_has_no_oracle_is_excluded() -> None:

@@ -166,6 +166,7 @@ _EXTRA = "._extra_state"
         ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "continue after an interruption"),
         ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "dequantize"),
         ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "quantize"),
+        ("transaxle convert Llama-NVFP4/ out/ --to hf --restate modelopt", "the same values for other programs"),
         ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "cast"),
         ("transaxle convert Qwen3-8B/ out/ --to hf --merge adapter/", "merge a LoRA adapter"),
     ),
@@ -176,7 +177,8 @@ _EXTRA = "._extra_state"
     Every reason against the conversion is listed before the first byte is written.
 
     Quantized tensors keep their codes and scales. --decode turns quantized tensors into plain tensors, --encode
-    quantizes plain tensors, --dtype casts plain tensors, and --merge adds the changes of a LoRA adapter to the weights.
+    quantizes plain tensors, --restate stores quantized tensors in a different convention or encoding with the same
+    values, --dtype casts plain tensors, and --merge adds the changes of a LoRA adapter to the weights.
     The report then lists every tensor whose values changed, with its largest and its RMS error. Finite values that
     would become infinite are refused unless you give --allow-lossy.
 

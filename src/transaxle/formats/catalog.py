@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import struct
 import sys
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -245,6 +245,13 @@ class Recoding(msgspec.Struct, frozen=True):
     order."""
     compact_notes: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Name of each tensor in `compact` -> metadata that describes the tensor in row-major order."""
+    checks: tuple[Callable[[bool], Refusal | None], ...] = ()
+    """Functions that return the refusal of a tensor whose restated values are not those in the files; the argument
+    tells whether to count all such values."""
+    encodings: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Encoding in the files -> encoding in which all tensors of this encoding are shown."""
+    configs: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
+    """Name of a config file -> its content in the files, if the shown config describes restated tensors."""
 
 
 class Container(msgspec.Struct, frozen=True):

@@ -58,6 +58,7 @@ def report(
     average: bool = False,
     ranks: str | None = None,
     decode: DType | None = None,
+    restate: str | None = None,
     dtype: DType | None = None,
     merge: PathLike | None = None,
     only: Patterns = (),

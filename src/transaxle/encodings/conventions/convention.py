@@ -506,7 +506,9 @@ def rescale(
     for start in range(0, len(numbers), _AT_ONCE):
         batch = slice(start, start + _AT_ONCE)
         values_under_amax, values_under_target = (
-            _values([convention.factor(number, encoding) for number in global_numbers[batch].tolist()], encoding, dtype)
+            products_under(
+                [convention.factor(number, encoding) for number in global_numbers[batch].tolist()], encoding, dtype
+            )
             for convention, global_numbers in ((CONVENTIONS[TE], numbers), (to, global_scales))
         )
         unchanged[batch] = (values_under_amax.view(np.uint8) == values_under_target.view(np.uint8)).all(axis=(1, 2))
@@ -530,7 +532,7 @@ def hub_global_scales(
     return scales, None if unchanged.all() else _inexact(tensor, float(amax[~unchanged][0]), to, dtype)
 
 
-def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
+def products_under(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
     """Return all possible products of an unsigned code and a block scale, decoded with each of the factors."""
     from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, narrow
 

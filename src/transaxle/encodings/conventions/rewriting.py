@@ -38,6 +38,7 @@ from transaxle.encodings.conventions.quantization import (
     without_weights,
 )
 from transaxle.encodings.conventions.scheme import (
+    ALGORITHM_NVFP4,
     ALGORITHMS,
     CHANNEL,
     COMPRESSED,
@@ -88,6 +89,7 @@ def rewrite_config(
     dtype: str | None = None,
     elsewhere: bool = False,
     in_memory: Collection[str] = (),
+    own_method: bool = False,
 ) -> dict[str, Any]:
     """Return a copy of a config, changed to describe the quantization of the target's tensors.
 
@@ -103,6 +105,8 @@ def rewrite_config(
             not.
         in_memory: names that readers use for the quantized tensors in memory; no list of unquantized modules may match
             these names.
+        own_method: whether the section must have the method of the tensors' convention, even if the source's method
+            also reads this convention.
 
     Post-condition: if `group` uses what `read` returns for the result, it finds the same quantized tensors, and decoded
     modules are listed as unquantized. If no tensor is quantized, the result has no quantization section, unless the
@@ -126,10 +130,17 @@ def rewrite_config(
     if quantization is not None and not encoded:
         section = quantization.without_weights
     else:
-        section = _SectionWriter(quantization, encoded, plain, decoded, renamed, in_memory).section()
+        described = quantization if not own_method or _has_method(quantization, encoded) else None
+        section = _SectionWriter(described, encoded, plain, decoded, renamed, in_memory).section()
     for path in paths:
         _put(result, path, section)
     return result
+
+
+def _has_method(quantization: Quantization | None, encoded: Mapping[str, EncodedTensor]) -> bool:
+    """Return whether a section has the quantization method of the convention of all tensors."""
+    methods = {_METHODS.get(tensor.convention) for tensor in encoded.values()}
+    return quantization is not None and methods == {quantization.method}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,7 +344,8 @@ class _SectionWriter:
             name: modules for kind, modules in self._kinds().items() for name in ALGORITHMS if ALGORITHMS[name] == kind
         }
         if len(kinds) == 1:
-            yield section | {"quant_algo": min(kinds)}
+            size = {"group_size": NVFP4.tile[-1]} if min(kinds) == ALGORITHM_NVFP4 else {}
+            yield section | {"quant_algo": min(kinds)} | size
         layers = {module: {"quant_algo": name} for name, modules in kinds.items() for module in modules}
         yield section | {"quant_algo": MIXED, "quantized_layers": layers}
 

@@ -457,13 +457,13 @@ class _ModelOpt(_ModelOptLayer):
     quantized_layers: dict[str, _ModelOptLayer] | None = None
 
 
-MIXED = "MIXED_PRECISION"
+MIXED, ALGORITHM_NVFP4 = "MIXED_PRECISION", "NVFP4"
 ALGORITHMS = {
     "FP8": FLOAT8,
     "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
     "FP8_PB_WO": variant(FLOAT8.code, FLOAT8.scale, FLOAT8_BLOCK.tile),
     "MXFP8": MXFP8,
-    "NVFP4": NVFP4,
+    ALGORITHM_NVFP4: NVFP4,
 }
 """ModelOpt's `quant_algo` -> encoding of the weights."""
 

@@ -213,10 +213,10 @@ class Checkpoint(TensorSet):
         target = pick_dialect(self.reading.family, dialect)
         entries, options = self.catalog.entries, self.settings
         from transaxle.axes.translation.translate import translate
-        from transaxle.engine.views.decoded import recode_as_plain
+        from transaxle.engine.views.decoded import recode_as_shown
 
         if recode is not same or self.catalog.encoded or self.decoded:
-            recode = recode_as_plain(recode)
+            recode = recode_as_shown(recode, self.container.recoding.encodings)
         translation = translate(
             self.bound,
             entries,
@@ -368,10 +368,9 @@ class Checkpoint(TensorSet):
         if not catalog.encoded:
             raise refuse_plain(to)
         names = select_names(catalog.encoded, only, skip, "encoded tensor")
-        if not names:
-            return self._remember_step(self.stored, "decode", to, only, skip)
-        arguments = with_decoded(catalog, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored
-        return self._remember_step(Checkpoint(*arguments), "decode", to, only, skip)
+        files, undecoded = with_decoded(catalog, names, DTYPES[to]), self.undecoded or self.stored
+        view = Checkpoint(files, self.settings, None, None, undecoded) if names else self.stored
+        return self._remember_step(view, "decode", to, only, skip)
 
     def cast(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
         """Return a view in which plain tensors have a different dtype; they are cast when they are read.
@@ -542,6 +541,7 @@ def open_checkpoint(
     skip: Patterns = (),
     lenient: bool = False,
     merge: PathLike | None = None,
+    restate: str | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Open a checkpoint of any known format without loading tensors and without importing torch.
@@ -555,6 +555,7 @@ def open_checkpoint(
         lenient: whether to accept a checkpoint that lacks what an option asks for (encoded tensors, a choice of
             weights, optimizer state). This is useful if two checkpoints are compared and only one has the state.
         merge: path of a LoRA adapter to merge into the weights when they are read.
+        restate: convention or encoding in which encoded tensors are shown, with the same values.
         **options: the options of `engine.checkpoint.settings`.
 
     Raises:
@@ -566,39 +567,41 @@ def open_checkpoint(
     decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
     only, skip = read_patterns("only", only), read_patterns("skip", skip)
     merge = None if merge is None else read_path("merge", merge)
-    view_options = {"decode": decode, "dtype": dtype, "merge": merge}
+    view_options = {"decode": decode, "dtype": dtype, "merge": merge, "restate": restate}
     if len(several := [name for name, value in view_options.items() if value is not None]) > 1:
         raise TypeError(f"{' and '.join(several)} exclude each other; give only one")
     source = read_path("path", path)
-    user_settings = settings(**options)
-    cutter, naming = partial(_cut_over_ranks, user_settings), partial(_parameter_names, user_settings)
-    choices = user_settings.format, user_settings.weights, cutter, user_settings.optimizer, user_settings.ranks
-    above = user_settings.config is None
-    container = open_container(
-        source, *choices, average=user_settings.average, lenient=lenient, naming=naming, config_above=above
-    )
-    container = with_shape_files(with_hash_witness(container))
+    user = settings(**options)
+    choices = user.format, user.weights, partial(_cut_over_ranks, user), user.optimizer, user.ranks
+    how: dict[str, Any] = {"average": user.average, "lenient": lenient, "naming": partial(_parameter_names, user)}
+    container = with_hash_witness(open_container(source, *choices, config_above=user.config is None, **how))
+    container = with_shape_files(container)
     if describes_codes(container.metadata):
         container = add_compact_scales(container)
-    if user_settings.average:
+    if user.average:
         from transaxle.engine.duplicates import average_replicas
 
         container = average_replicas(container)
-    checkpoint = Checkpoint(container, user_settings, None, None)
     rules = None if options.get("rules") is None else os.path.abspath(options["rules"])  # noqa: PTH100 - links stay
     if container.inside and not container.config_path:  # a config above needs the folder as given
         source = f"{source.rstrip('/')}/{container.inside}"
     absolute_path = source if "://" in source else os.path.abspath(source)  # noqa: PTH100 - links stay
     reading = {"decode": decode, "dtype": dtype, "only": only, "skip": skip, "lenient": lenient, "rules": rules}
-    reading = {**options, "config": user_settings.config, **reading}
+    reading = {**options, "config": user.config, **reading, "restate": restate}
     reopening = Reopening(absolute_path, reading, rules=table(rules) if rules else None)
-    if user_settings.optimizer is False:
+    checkpoint = Checkpoint(container, user, None, None)
+    if user.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
-    elif user_settings.optimizer and not lenient and not checkpoint.has_state:
+    elif user.optimizer and not lenient and not checkpoint.has_state:
         raise refuse_stateless(checkpoint)
     if merge is not None:
         return checkpoint.merge(merge)
-    if dtype is not None:
+    if restate is not None:
+        from transaxle.engine.checkpoint.restated import restate_tensors
+
+        files, user = restate_tensors(checkpoint, read_text("restate", restate, "modelopt"))
+        checkpoint = Checkpoint(files, user, None, None, checkpoint)
+    elif dtype is not None:
         checkpoint = checkpoint.cast(dtype, only, skip)
     elif decode is not None and not (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):
         checkpoint = checkpoint.decode(decode, only, skip)
@@ -609,9 +612,8 @@ def open_checkpoint(
 def refuse_stateless(checkpoint: Checkpoint) -> TransaxleError:
     """Return the error for a checkpoint that lacks the optimizer state that the user asks for."""
     message = "there is no optimizer state to take, which --optimizer (optimizer=) asks for"
-    hint = "For the model alone, omit --optimizer (optimizer=)."
-    absent = Refusal("MISSING_TENSOR", message, Where(checkpoint.path), hint)
-    return gathered(checkpoint.container.unread or [absent])
+    where, hint = Where(checkpoint.path), "For the model alone, omit --optimizer (optimizer=)."
+    return gathered(checkpoint.container.unread or [Refusal("MISSING_TENSOR", message, where, hint)])
 
 
 @contextmanager

@@ -629,6 +629,14 @@ class StoredNames:
         return {name: tensor for name, tensor in stored_encoded.items() if name not in self.catalog.encoded}
 
     @cached_property
+    def encodings_in_files(self) -> Mapping[str, EncodedTensor]:
+        """Tensor name -> stored encoding, for the tensors that this view shows in a different encoding."""
+        if self._undecoded is None or not self._container.recoding.encodings:
+            return {}
+        shown, stored = self.catalog.encoded, self._undecoded.catalog.encoded
+        return {name: stored[name] for name in shown if shown[name].encoding.name != stored[name].encoding.name}
+
+    @cached_property
     def config(self) -> Mapping[str, Any]:
         """The model's config: the user's, or else the checkpoint's config.json, or else sizes from the checkpoint's own
         files.
@@ -711,6 +719,7 @@ class StoredNames:
         reading = self.reading
         catalog = self.catalog
         stored_as = {name: tensor.encoding.name for name, tensor in (*catalog.encoded.items(), *self.decoded.items())}
+        stored_as |= {name: tensor.encoding.name for name, tensor in self.encodings_in_files.items()}
         names = tuple(catalog.entries)
         bound = bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as, catalog.entries)
         if not any(split_slot(name)[1] for name in bound.unknown):

@@ -37,6 +37,7 @@ from transaxle.engine.plan.recoding import (
     make_recode,
     note_without_config,
     place_notes,
+    refuse_inexact,
     refuse_reordered,
     rewrite_configs,
     steps_by_file,
@@ -155,7 +156,7 @@ def make_plan(
     tensors = _plan_tensors(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
     container, recoding = checkpoint.container, checkpoint.container.recoding
-    recodes = bool(names or recoding.computed)
+    recodes = bool(names or recoding.computed or recoding.configs)
     restated = not single and (recodes or label != IDENTITY or checkpoint.settings.config is not None)
     configs = rewrite_configs(checkpoint, (form, label), view, outputs.values(), problems) if restated else {}
     draft, carried = _with_other_files(checkpoint, draft, configs, problems, single=single)
@@ -370,7 +371,8 @@ def _translate(
     if bare and target_dialect != IDENTITY and checkpoint.reading.family.dialect(target_dialect) is None:
         pick_dialect(checkpoint.reading.family, target_dialect, writable())  # the error suggests formats too
     view = known_view or checkpoint.translation(target_dialect)
-    if target_dialect == IDENTITY and (encode is not None or checkpoint.decoded):
+    recoding = checkpoint.container.recoding
+    if target_dialect == IDENTITY and (encode is not None or checkpoint.decoded or recoding.configs):
         catalog = checkpoint.catalog
         view = replace(view, encoded=catalog.encoded, refusals=catalog.refusals)
     names: Sequence[str] = ()
@@ -384,7 +386,7 @@ def _translate(
         # If the user names the family, shapes must also agree with the family's mapping rules.
         own_view = checkpoint.translation(checkpoint.reading.dialect.label)
         misfits.extend(refusal for refusal in own_view.refusals if refusal.code == _MISSHAPEN)
-    if target_dialect == IDENTITY and (names or checkpoint.decoded):
+    if target_dialect == IDENTITY and (names or checkpoint.decoded or recoding.encodings):
         misfits.extend(refuse_reordered(checkpoint, names))
     if "ones" in get_format(form).draft_takes:
         from transaxle.engine.plan.rank_parts import without_foreign
@@ -393,6 +395,7 @@ def _translate(
     if any(name.startswith(OPTIMIZER) for name in view.targets):
         misfits += refuse_misplaced_state(checkpoint, view, get_format(form), target_dialect)
         notes = [*notes, *state_notes(checkpoint, view, target_dialect)]
+    misfits.extend(refuse_inexact(checkpoint.container))
     notes = (*view.notes, *notes, *unread_code_notes(view, names, form, target_dialect))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
 

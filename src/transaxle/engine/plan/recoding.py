@@ -29,6 +29,7 @@ from transaxle.encodings.conventions.convention import (
     DEEPSEEK,
     MODELOPT,
     PREFERRED,
+    TE,
     TE_NOTE,
     TRAINED,
     hub_buffers,
@@ -38,6 +39,7 @@ from transaxle.encodings.conventions.convention import (
     training_only,
 )
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
+from transaxle.encodings.conventions.restating import describe_inputs
 from transaxle.encodings.conventions.rewriting import rewrite_config
 from transaxle.encodings.encoding import PLAIN, EncodedTensor, Error, Role
 from transaxle.encodings.value_steps import CASTING, RecodedTensor
@@ -54,10 +56,12 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_l
 from transaxle.formats.catalog import Container, Entry, Extent, Recoding
 from transaxle.formats.registry import SAFETENSORS
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
-from transaxle.move.workers import Limits, run_workers
+from transaxle.move.workers import Limits, limits, run_workers
 
 _FILE = "\0restated "
 """Prefix of the names of the virtual files that contain recoded values."""
+_COUNTED = 4
+"""Number of tensors whose inexact values are counted; of all further tensors only the first such value is read."""
 _VALUES = "BF16"
 """Dtype to which codes are decoded if nothing else states the dtype of their values."""
 
@@ -218,9 +222,9 @@ def refuse_reordered(checkpoint: Checkpoint, names: Collection[str]) -> Iterator
 
     Args:
         checkpoint: the source checkpoint.
-        names: names of the tensors to encode; the tensors to decode are listed in the checkpoint.
+        names: names of the tensors to encode; the tensors to decode or recode are listed in the checkpoint.
     """
-    changing = {*checkpoint.decoded, *names}
+    changing = {*checkpoint.decoded, *checkpoint.stored_names.encodings_in_files, *names}
     if not changing or checkpoint.family is None:
         return
     for (line, slot), names_of_line in checkpoint.bound.names.items():
@@ -290,6 +294,22 @@ def encodings_by_name(view: View, outputs: Iterable[OutputTensor]) -> dict[str, 
             parts = {**(known_tensor.parts if known_tensor else {}), Role(step.role): product.name}
             encoded[step.tensor] = EncodedTensor(step.tensor, step.spec, step.shape, parts, step.convention)
     return encoded
+
+
+def refuse_inexact(container: Container) -> list[Refusal]:
+    """Return refusals of restated tensors whose values would change; their scales are read, and if necessary codes."""
+    checks = container.recoding.checks
+    refusals: dict[int, Refusal] = {}
+
+    def check(number: int, *, whole: bool) -> None:
+        refusal = checks[number](whole)
+        if refusal is not None:
+            refusals[number] = refusal
+
+    run_workers(range(len(checks)), limits().jobs, lambda _: None, lambda _, number: check(number, whole=False))
+    for number in sorted(refusals)[:_COUNTED]:
+        check(number, whole=True)
+    return [refusals[number] for number in sorted(refusals)]
 
 
 def measure(
@@ -364,7 +384,8 @@ def rewrite_configs(
     user_config = _user_config(checkpoint) if format_name == SAFETENSORS.name else None
     outputs, catalog, recoding = list(products), checkpoint.catalog, checkpoint.container.recoding
     actions = {tensor.step.action for tensor in recoding.computed.values()} - {"averaged"}
-    changing = bool(checkpoint.decoded or actions) or any(product.step is not None for product in outputs)
+    changing = bool(checkpoint.decoded or actions or recoding.configs)
+    changing = changing or any(product.step is not None for product in outputs)
     if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
         return {} if user_config is None else {CONFIG: _config_text(user_config)}
     if catalog.refusals:  # the plan lists these refusals already
@@ -388,33 +409,50 @@ def rewrite_configs(
         MODELOPT_CONFIG if catalog.quantization is not None and catalog.quantization.file == MODELOPT_CONFIG else CONFIG
     )
     new_texts: dict[str, bytes | None] = {}
-    storage = checkpoint.container.storage
-    modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
+    conventions = {tensor.convention for tensor in encoded.values()}
     config_files = {*checkpoint.container.carried, *([CONFIG] if user_config else ())}
     for file in sorted(config_files.intersection((CONFIG, MODELOPT_CONFIG))):
-        if file == MODELOPT_CONFIG != describing_file and encoded and not modelopt:
+        if file == MODELOPT_CONFIG != describing_file and encoded and conventions != {MODELOPT}:
             new_texts[file] = None  # the file repeats the content of config.json, and cannot describe the new encoding
             continue
         try:
-            before = user_config if user_config and file == CONFIG else read_stored_config(storage, file)
+            before = _config_before(checkpoint, file, user_config)
             after = rewrite_config(
                 before,
-                encoded,
+                {} if conventions == {TE} and recoding.configs else encoded,
                 shapes,
                 decoded=decoded,
                 renamed=renamed,
                 dtype=dtype,
                 elsewhere=file == CONFIG != describing_file,
                 in_memory=encoded_in_memory,
+                own_method=bool(recoding.configs),
             )
+            after = _describe_inputs(checkpoint, after)
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
         if file == MODELOPT_CONFIG and read(after) is None:
             new_texts[file] = None
-        elif after != before or before is user_config:
+        elif after != before or before is user_config or file in recoding.configs:
             new_texts[file] = _config_text(after)
     return new_texts
+
+
+def _config_before(checkpoint: Checkpoint, file: str, user_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the content of a config file before it is rewritten; of a restated checkpoint, the source's content."""
+    of_source = checkpoint.container.recoding.configs.get(file)
+    if of_source is None and file == CONFIG:
+        of_source = user_config
+    return read_stored_config(checkpoint.container.storage, file) if of_source is None else of_source
+
+
+def _describe_inputs(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config which, for a restated checkpoint, also says how inputs are quantized if the source's does."""
+    if not checkpoint.container.recoding.configs:
+        return config
+    source = (checkpoint.undecoded or checkpoint).catalog
+    return describe_inputs(config, source.quantization, source.encoded)
 
 
 def _origins_of_codes(view: View, encoded: Mapping[str, EncodedTensor], dialect: str) -> set[str]:

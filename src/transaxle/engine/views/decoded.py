@@ -94,6 +94,8 @@ _BAND = 1 << 18
 """Number of tensor elements that are decoded at once."""
 _CHUNK = 1 << 20
 """Number of bytes of scales that are read at once."""
+_ROWS_AT_ONCE = 512
+"""Number of rows of scales that are examined at once."""
 _CACHE_BYTES = 16 << 20
 """Size of the cache of scales in bytes."""
 
@@ -255,6 +257,77 @@ class Decoder:
             total += decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype, zero=zero)
         return total, 0
 
+    def inexact_values(self, *, whole: bool) -> tuple[int, tuple[int, ...] | None]:
+        """Return the number of values that differ from the exact product of code and scale, and the index of the first;
+        None if there is no such value.
+
+        Args:
+            whole: whether to count all such values; otherwise nothing is read after the first.
+        """
+        count, first = 0, None
+        self._check_shape()
+        if self._has_short_scales():
+            return count, first
+        for box in self._boxes(0, prod(self.tensor.shape)):
+            unequal = self._error_of(*box).unequal
+            count += unequal
+            if unequal and first is None:
+                first = self._first_inexact(*box)
+                if not whole:
+                    break
+        return count, first
+
+    def _error_of(self, row: int, rows: int, column: int, columns: int, *, once: bool = False) -> Error:
+        """Return the rounding error of a box; if `once`, of the first code of a byte that contains two."""
+        from transaxle.encodings.arithmetic.codec import decode_error
+
+        codes, scale, phase = self._read_box(row, rows, column, columns)
+        codes = codes & 15 | (codes & 15) << 4 if once else codes
+        factor, zero = self._factors[row // self._rows], self._zeros_of(row, rows, column, columns)
+        return decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype, zero=zero)
+
+    def _first_inexact(self, row: int, rows: int, column: int, columns: int) -> tuple[int, ...]:
+        """Return the index of the first inexact value of a box that has one."""
+        row = next(each for each in range(row, row + rows) if self._error_of(each, 1, column, columns).unequal)
+        step = 2 if self._bits < 8 else 1
+        while columns > step:
+            half = max(step, columns // 2 // step * step)
+            in_first_half = self._error_of(row, 1, column, half).unequal > 0
+            column, columns = (column, half) if in_first_half else (column + half, columns - half)
+        second = step == 2 and not self._error_of(row, 1, column, columns, once=True).unequal
+        position = np.unravel_index(row * self._columns + column + second, self.tensor.shape)
+        return tuple(int(index) for index in position)
+
+    def _has_short_scales(self) -> bool:
+        """Return whether all scales have so few significant bits, and are so far from the ends of the range, that every
+        product with a code is exact. Only scales are read.
+        """
+        from transaxle.encodings.arithmetic.minifloat import E4M3, power_of_two, widen
+
+        of_codes = {"F8_E4M3": 4, "F8_E5M2": 3, "F4": 2, "I4": 4}
+        digits = {"BF16": 8, "F16": 0, "F32": 24}[self.dtype] - of_codes.get(self._encoding.code, 24)
+        if digits < 1:
+            return False
+        cut = np.uint32((1 << (24 - min(digits, 24))) - 1)
+        for matrix, grid in enumerate(self._grids):
+            for first in range(grid * self._grid_rows, (grid + 1) * self._grid_rows, _ROWS_AT_ONCE):
+                stored = self._scales(first, min(first + _ROWS_AT_ONCE, (grid + 1) * self._grid_rows))
+                if self._encoding.scale == "F8_E8M0":
+                    plain = power_of_two(stored.view(np.uint8))
+                elif self._encoding.scale == E4M3.code:
+                    plain = E4M3.values[stored.view(np.uint8)]
+                else:
+                    plain = widen(stored)
+                with np.errstate(all="ignore"):
+                    exact = plain.astype(np.float64) * self._factors[matrix]
+                    single = exact.astype(np.float32)
+                    size = np.abs(single)
+                    short = (single == exact) & (single.view(np.uint32) & cut == 0)
+                    short &= (size == 0) | ((size >= 2.0**-100) & (size <= 2.0**100))
+                if not short.all():
+                    return False
+        return True
+
     def _decode(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
         from transaxle.encodings.arithmetic.codec import decode_box
 
@@ -407,13 +480,18 @@ class Decoder:
         return factors * (count // len(factors))
 
 
-def recode_as_plain(recode: Recode) -> Recode:
-    """Return a version of the function `recode` that treats tensors which this view decodes as plain tensors."""
+def recode_as_shown(recode: Recode, encodings: Mapping[str, str]) -> Recode:
+    """Return a version of the function `recode` that gets the number formats of the view, not those of the files.
+
+    Args:
+        recode: (target name, its number format) -> number format in which it is written.
+        encodings: encoding in the files -> encoding in the view, as in `Recoding.encodings`.
+    """
 
     def form(name: str, stored: NumberFormat) -> NumberFormat:
-        return recode(
-            name, NumberFormat(stored.dtype, PLAIN) if stored.encoding and stored.dtype in DTYPES.values() else stored
-        )
+        is_decoded = stored.encoding and stored.dtype in DTYPES.values()
+        encoding = PLAIN if is_decoded else encodings.get(stored.encoding, stored.encoding)
+        return recode(name, NumberFormat(stored.dtype, encoding))
 
     return form
 

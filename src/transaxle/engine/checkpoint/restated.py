@@ -1,0 +1,709 @@
+"""Views that show encoded tensors in a different convention or encoding, without rounding any value (`--restate`).
+
+A restated checkpoint looks as if it had been saved in the target's convention: its entries have the names, dtypes and
+shapes of that convention, and its config describes them. So the code that plans, translates, copies and verifies needs
+to know nothing of restating. Buffers whose bytes do not change are read where they are stored. The bytes of all other
+buffers are computed when they are read, in bounded memory, as virtual files.
+
+Whether a tensor can be restated exactly may depend on its scales, and sometimes on its codes. A plan checks this before
+anything is written (`refuse_inexact`), and a virtual file checks it again when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache, partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from transaxle.axes.layout.bind import WEIGHT, split_slot
+from transaxle.axes.layout.relayout import identity_target
+from transaxle.encodings.conventions.convention import (
+    CONVENTIONS,
+    DEEPSEEK,
+    PREFERRED,
+    TE,
+    TE_NOTE,
+    Convention,
+    Shape,
+    training_only,
+)
+from transaxle.encodings.conventions.quantization import CONFIG, MODELOPT_CONFIG, NESTED
+from transaxle.encodings.conventions.restating import (
+    BF16,
+    RECODINGS,
+    RESTATED_CONVENTIONS,
+    RestatedNumbers,
+    conventions_with,
+    encoding_in,
+    input_meaning,
+    refuse_quantized_cache,
+    restate_globals,
+    restate_inputs,
+)
+from transaxle.encodings.conventions.rewriting import rewrite_config, without_quantization
+from transaxle.encodings.encoding import (
+    ENCODINGS,
+    FLOAT8,
+    FLOAT8_BLOCK,
+    MXFP8,
+    NVFP4,
+    EncodedTensor,
+    Encoding,
+    Role,
+)
+from transaxle.engine.checkpoint.settings import read_stored_config
+from transaxle.engine.source import Source, redescribe
+from transaxle.engine.views.decoded import Decoder, RowMajorBytes, with_decoded, without_notes
+from transaxle.engine.views.encoded import buffer_name, catalog
+from transaxle.engine.wording import plural
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
+from transaxle.formats.storage.copier import Bytes
+from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, VirtualFiles
+from transaxle.move.transfer import Readable
+
+if TYPE_CHECKING:
+    from transaxle.engine.checkpoint.checkpoint import Checkpoint
+    from transaxle.engine.checkpoint.settings import Settings
+
+_FILE = "\0restated in "
+"""Prefix of the names of the virtual files that contain computed buffers."""
+_BAND = 1 << 18
+"""Number of bytes of a buffer that are computed at once."""
+_E8M0_NAN = 255
+_CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_CACHED = 64
+"""Number of rows of tiles whose scales are cached."""
+_LEAVE = "Leave the tensors in their convention (omit --restate), or write decoded values:  --decode bf16."
+_RECODE = "Leave the tensors in their encoding (omit --restate), or write decoded values:  --decode bf16."
+_SPAN = 32
+"""Number of elements of an mxfp4 tensor that share one scale."""
+_PAIRS = np.stack(np.meshgrid(np.arange(16, dtype=np.uint8), np.arange(16, dtype=np.uint8)), -1).reshape(256, 2)
+"""Byte -> its two 4-bit codes, the low one first."""
+
+
+def restate_tensors(checkpoint: Checkpoint, to: str) -> tuple[Container, Settings]:
+    """Return a checkpoint's container with all encoded tensors in a different convention or encoding, and the user's
+    options with a config that describes them.
+
+    Args:
+        checkpoint: the checkpoint under its stored names.
+        to: a convention, an encoding, or `bf16` for decoded values.
+
+    Raises:
+        Refused: if buffers of encoded tensors cannot be matched; with the code UNSUPPORTED, for every tensor that the
+            target cannot express.
+        UsageError: with code AMBIGUOUS, if the target is unknown, or the checkpoint has no encoded tensors.
+    """
+    targets = (*RESTATED_CONVENTIONS, *RECODINGS, BF16)
+    if to not in targets:
+        raise refuse("AMBIGUOUS", f"cannot restate as {to!r}", hint=f"Choose one of: {', '.join(targets)}.")
+    tensors = checkpoint.catalog
+    if tensors.refusals:
+        raise gathered(tensors.refusals)
+    if not tensors.encoded:
+        raise refuse("AMBIGUOUS", "nothing to restate: the checkpoint has no encoded tensors")
+    if to != BF16:
+        return _Restating(checkpoint, to).run()
+    container = with_decoded(tensors, tensors.encoded, "BF16")
+    computed = container.recoding.computed.values()
+    checks = tuple(partial(_inexact_value, each) for each in computed if isinstance(each, Decoder))
+    recoding = structs.replace(container.recoding, checks=(*container.recoding.checks, *checks))
+    return structs.replace(container, recoding=recoding), checkpoint.settings
+
+
+def _inexact_value(decoder: Decoder, whole: bool) -> Refusal | None:
+    """Return the refusal of a tensor with a value that its dtype cannot represent."""
+    count, first = decoder.inexact_values(whole=whole)
+    if first is None:
+        return None
+    number = plural(count, "value") if whole else "a value"
+    message = f"{number} (code times scale) cannot be represented in {decoder.dtype}; the first is at {list(first)}"
+    hint = "For rounded values:  --decode bf16. More values are exact in fp32:  --decode fp32."
+    return Refusal("UNSUPPORTED", message, Where(None, decoder.tensor.name), hint)
+
+
+class _Computed(msgspec.Struct, frozen=True):
+    """A virtual file whose bytes are computed in bands when they are read."""
+
+    nbytes: int
+    """Size of the file in bytes; see `VirtualFile`."""
+    compute: Callable[[int, int], Bytes]
+    """Function that returns the bytes from one offset up to another."""
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill a view with the bytes that begin at `offset`; see `VirtualFile`."""
+        out = np.frombuffer(view, np.uint8)
+        for start in range(0, len(out), _BAND):
+            stop = min(len(out), start + _BAND)
+            out[start:stop] = self.compute(offset + start, offset + stop)
+
+
+class _Stored:
+    """The buffers of one encoded tensor as they are stored, read in row-major order."""
+
+    def __init__(self, tensor: EncodedTensor, source: Source, reader: Readable) -> None:
+        self.tensor = tensor
+        self._source, self._reader = source, reader
+        shape = (1,) * (2 - len(tensor.shape)) + tensor.shape
+        self.matrices = prod(shape[:-2])
+        self.rows, self.columns = shape[-2:]
+
+    def entry(self, role: Role) -> Entry:
+        """Return the entry of a buffer, in elements of the encoding."""
+        return self._source.entries[buffer_name(self.tensor.name, role)]
+
+    @cached_property
+    def codes(self) -> RowMajorBytes:
+        """The bytes of the codes."""
+        return self._bytes(Role.CODES)
+
+    @cached_property
+    def scales(self) -> RowMajorBytes:
+        """The bytes of the scales."""
+        return self._bytes(Role.SCALE)
+
+    def bytes_of(self, role: Role) -> RowMajorBytes:
+        """Return the bytes of a buffer."""
+        return self.codes if role is Role.CODES else self.scales if role is Role.SCALE else self._bytes(role)
+
+    def _bytes(self, role: Role) -> RowMajorBytes:
+        entry = self.entry(role)
+        target = identity_target(buffer_name(self.tensor.name, role), entry)
+        return RowMajorBytes(self._reader, self._source.transfers(target))
+
+    def numbers(self, role: Role) -> NDArray[np.float32]:
+        """Return the numbers of a buffer with one number per matrix."""
+        entry = self.entry(role)
+        return self._bytes(role).read(0, entry.nbytes).view(numpy_dtype(entry.dtype)).astype(np.float32)
+
+
+Place = tuple[str, Shape]
+"""Dtype and shape with which a buffer is presented."""
+Check = Callable[[bool], Refusal | None]
+"""Function that returns the refusal of a tensor; its argument tells whether to count all values that are not exact."""
+
+
+class _NewBuffers(msgspec.Struct, frozen=True):
+    """How the buffers of one tensor are restated."""
+
+    encoding: Encoding
+    """Encoding of the tensor in the target."""
+    computed: Mapping[Role, Callable[[int, int], Bytes]]
+    """Role -> function that computes the bytes of this buffer; the bytes of all other buffers stay the same."""
+    roles: Sequence[Role]
+    """Roles of the tensor's buffers in the target."""
+    checks: Sequence[Check] = ()
+    """Functions that check whether all values stay the same."""
+
+
+class _Globals:
+    """Per-tensor scales (and scales of inputs) in a different convention, computed once for each tensor."""
+
+    def __init__(self, stored: _Stored, target: Convention, dtype: str) -> None:
+        self._stored, self._target, self._dtype = stored, target, dtype
+
+    @cached_property
+    def _result(self) -> RestatedNumbers:
+        source, encoding = CONVENTIONS[self._stored.tensor.convention], self._stored.tensor.encoding
+        return restate_globals(self._stored.numbers(Role.GLOBAL), encoding, source, self._target, self._dtype)
+
+    def refusal(self, _: bool) -> Refusal | None:
+        """Return the refusal of a tensor whose per-tensor scale cannot be expressed; see `Check`."""
+        exact = self._result.is_exact
+        if exact.all():
+            return None
+        number = float(self._stored.numbers(Role.GLOBAL)[~exact][0])
+        message = (
+            f"its per-tensor scale is {number!r}: values of {self._dtype} would change, because no float32 number "
+            f"expresses it in {self._target.name}"
+        )
+        return Refusal("UNSUPPORTED", message, Where(None, self._stored.tensor.name), _LEAVE)
+
+    def compute(self, start: int, stop: int) -> Bytes:
+        """Return bytes of the restated scales."""
+        if (refusal := self.refusal(False)) is not None:
+            raise gathered([refusal])
+        return self._result.numbers.astype("<f4").view(np.uint8)[start:stop]
+
+    def compute_inputs(self, start: int, stop: int) -> Bytes:
+        """Return bytes of the restated input scales."""
+        return restate_inputs(self._stored.numbers(Role.INPUT_SCALE)).astype("<f4").view(np.uint8)[start:stop]
+
+
+def _reals_of_exponents(stored: _Stored, start: int, stop: int) -> Bytes:
+    """Return bytes of E8M0 scales as float32 numbers."""
+    from transaxle.encodings.arithmetic.minifloat import power_of_two
+
+    first = start // 4
+    numbers = power_of_two(stored.scales.read(first, -(-stop // 4)))
+    return numbers.astype("<f4").view(np.uint8)[start - 4 * first : stop - 4 * first]
+
+
+def _as_eight_bits(stored: _Stored, start: int, stop: int) -> Bytes:
+    """Return E2M1 codes as E4M3 codes of the same values."""
+    pairs = _e4m3_codes()[8][_PAIRS]
+    codes: Bytes = pairs[stored.codes.read(start // 2, -(-stop // 2))].reshape(-1)
+    return codes[start % 2 :][: stop - start]
+
+
+@cache
+def _e4m3_codes() -> Bytes:
+    """Return a table of E4M3 codes: row `8 + n` has the codes of all E2M1 values times `2**n`, and the last row NaN."""
+    from transaxle.encodings.arithmetic.minifloat import E2M1, E4M3
+
+    byte_of = {float(value): byte for byte, value in enumerate(E4M3.values[: E4M3.largest + 1])}
+    rows = [[byte_of[float(value) * 2.0**power] for value in E2M1.values[:8]] for power in range(_LEAST, _MOST + 1)]
+    table = np.array([*rows, [E4M3.nan] * 8], np.uint8)
+    return np.concatenate([table, table | 0x80], axis=1)
+
+
+_LEAST, _MOST = -8, 6
+"""Smallest and largest power of two by which every E2M1 value can be multiplied to become an E4M3 value."""
+
+
+class _TileRow(msgspec.Struct, frozen=True):
+    """The scales of one row of 128 x 128 tiles."""
+
+    power: NDArray[np.int16]
+    """Power of two that is the scale of each tile."""
+    spread: int
+    """Largest difference of two exponents in one tile, of blocks with a code other than 0."""
+
+
+class _InTiles:
+    """mxfp4 codes and scales as E4M3 codes with one scale, a power of two, per tile of 128 x 128."""
+
+    def __init__(self, stored: _Stored) -> None:
+        self._stored = stored
+        self._groups = stored.columns // _SPAN
+        self._tile, self._width = FLOAT8_BLOCK.tile[0], FLOAT8_BLOCK.tile[1] // _SPAN
+        self._grid_rows, self._grid_columns = (-(-size // self._tile) for size in (stored.rows, stored.columns))
+        self._tile_row = lru_cache(_CACHED)(self._read_tile_row)
+
+    def refusal(self, _: bool) -> Refusal | None:
+        """Return the refusal of a tensor with a tile whose scales are too far apart; see `Check`."""
+        for number in range(self._stored.matrices * self._grid_rows):
+            spread = self._read_tile_row(number).spread
+            if spread > _MOST - _LEAST:
+                message = (
+                    f"the scales in one tile of 128 x 128 are up to 2^{spread} apart; E4M3 codes under one scale "
+                    f"express 2^{_MOST - _LEAST}"
+                )
+                return Refusal("UNSUPPORTED", message, Where(None, self._stored.tensor.name), _RECODE)
+        return None
+
+    def compute_scales(self, start: int, stop: int) -> Bytes:
+        """Return bytes of the scales of tiles."""
+        width = self._grid_columns * 4
+        first, last = start // width, -(-stop // width)
+        powers = np.concatenate([self._require_tile_row(number).power for number in range(first, last)])
+        numbers = np.ldexp(np.float32(1), powers.astype(np.int32)).astype("<f4")
+        return numbers.view(np.uint8)[start - first * width : stop - first * width]
+
+    def compute_codes(self, start: int, stop: int) -> Bytes:
+        """Return E4M3 codes."""
+        columns = self._stored.columns
+        first, last = start // columns, -(-stop // columns)
+        parts, row = [], first
+        while row < last:
+            matrix, inside = divmod(row, self._stored.rows)
+            count = min(last - row, self._tile - inside % self._tile, self._stored.rows - inside)
+            tile_row = self._require_tile_row(matrix * self._grid_rows + inside // self._tile)
+            parts.append(self._codes(row, count, tile_row))
+            row += count
+        return np.concatenate(parts)[start - first * columns : stop - first * columns]
+
+    def _codes(self, row: int, count: int, tile_row: _TileRow) -> Bytes:
+        exponents, codes = self._read(row, count)
+        powers = tile_row.power.repeat(self._width)[: self._groups]
+        shifts = exponents.astype(np.int16) - 127 - powers
+        table_rows = np.where(exponents == _E8M0_NAN, _MOST - _LEAST + 1, shifts.clip(_LEAST, _MOST) - _LEAST)
+        pairs = _PAIRS[codes].reshape(count, self._groups, _SPAN)
+        return _e4m3_codes()[table_rows[..., None], pairs].reshape(-1)
+
+    def _require_tile_row(self, number: int) -> _TileRow:
+        tile_row = self._tile_row(number)
+        if tile_row.spread > _MOST - _LEAST and (refusal := self.refusal(False)) is not None:
+            raise gathered([refusal])
+        return tile_row
+
+    def _read(self, row: int, count: int) -> tuple[Bytes, Bytes]:
+        """Read the scales and the codes of some rows."""
+        groups, half = self._groups, self._stored.columns // 2
+        scales = self._stored.scales.read(row * groups, (row + count) * groups).reshape(count, groups)
+        return scales, self._stored.codes.read(row * half, (row + count) * half).reshape(count, half)
+
+    def _read_tile_row(self, number: int) -> _TileRow:
+        """Return one row of tiles; codes are read only if the scales alone are too far apart."""
+        matrix, inside = divmod(number, self._grid_rows)
+        row = matrix * self._stored.rows + inside * self._tile
+        count = min(self._tile, self._stored.rows - inside * self._tile)
+        groups = self._groups
+        scales = self._stored.scales.read(row * groups, (row + count) * groups).reshape(count, groups)
+        tile_row = self._tile_row_of(scales, scales != _E8M0_NAN)
+        if tile_row.spread <= _MOST - _LEAST:
+            return tile_row
+        _, codes = self._read(row, count)
+        return self._tile_row_of(scales, (scales != _E8M0_NAN) & _has_values(codes, groups))
+
+    def _tile_row_of(self, scales: Bytes, counted: NDArray[np.bool_]) -> _TileRow:
+        padding = ((0, 0), (0, self._grid_columns * self._width - self._groups))
+        low, high = (
+            np.pad(np.where(counted, scales.astype(np.int16), empty), padding, constant_values=empty).reshape(
+                len(scales), self._grid_columns, self._width
+            )
+            for empty in (_E8M0_NAN, -1)
+        )
+        lowest, highest = low.min(axis=(0, 2)), high.max(axis=(0, 2))
+        used = highest >= 0
+        power = np.where(used, highest - 127 - _MOST, 0).astype(np.int16)
+        return _TileRow(power, int((highest - lowest)[used].max(initial=0)))
+
+
+def _has_values(codes: Bytes, groups: int) -> NDArray[np.bool_]:
+    """Return for each group of 32 codes, two to a byte, whether one of them is not 0."""
+    return np.asarray((codes.reshape(len(codes), groups, _SPAN // 2) & 0x77).any(axis=2))
+
+
+class _InTwoLevels:
+    """mxfp4 scales as E4M3 scales of half as long blocks, with a power of two as the scale of each matrix."""
+
+    def __init__(self, stored: _Stored, target: Convention) -> None:
+        self._stored, self._target = stored, target
+        self._size = stored.rows * stored.columns // _SPAN
+        """Number of scales of one matrix."""
+        self._lock = threading.Lock()
+        self._ranges: dict[int, tuple[int, int]] = {}
+
+    def refusal(self, _: bool) -> Refusal | None:
+        """Return the refusal of a tensor with a matrix whose scales are too far apart; see `Check`."""
+        for matrix in range(self._stored.matrices):
+            lowest, highest = self._range(matrix)
+            if highest - lowest > _E4M3_POWERS:
+                message = f"the scales of one matrix are up to 2^{highest - lowest} apart; E4M3 expresses 2^17"
+                return Refusal("UNSUPPORTED", message, Where(None, self._stored.tensor.name), _RECODE)
+        return None
+
+    def compute_globals(self, start: int, stop: int) -> Bytes:
+        """Return bytes of the per-tensor scales."""
+        powers = np.array([self._power(matrix) for matrix in range(self._stored.matrices)], np.int32)
+        factors = np.ldexp(np.float32(1), -powers if self._target.meaning == "divisor" else powers)
+        numbers = factors * np.float32(NVFP4.scale_max * NVFP4.code_max if self._target.meaning == "amax" else 1)
+        return numbers.astype("<f4").view(np.uint8)[start:stop]
+
+    def compute_scales(self, start: int, stop: int) -> Bytes:
+        """Return E4M3 scales: the scale of a block of 32 elements twice."""
+        first, last = start // 2, -(-stop // 2)
+        parts = []
+        while first < last:
+            matrix = first // self._size
+            end = min(last, (matrix + 1) * self._size)
+            shifts = self._stored.scales.read(first, end).astype(np.int16) - 127 - self._power(matrix)
+            nan = shifts == _E8M0_NAN - 127 - self._power(matrix)
+            parts.append(np.where(nan, _E4M3_NAN, _POWERS[shifts.clip(-9, 8) + 9]).astype(np.uint8))
+            first = end
+        return np.concatenate(parts).repeat(2)[start % 2 :][: stop - start]
+
+    def _power(self, matrix: int) -> int:
+        """Return the exponent of a matrix's scale: its largest block scale becomes 2^8, if float32 allows it."""
+        lowest, highest = self._range(matrix)
+        if highest - lowest > _E4M3_POWERS and (refusal := self.refusal(False)) is not None:
+            raise gathered([refusal])
+        return max(highest - 127 - 8, -126)
+
+    def _range(self, matrix: int) -> tuple[int, int]:
+        """Return the smallest and the largest exponent of a matrix, of blocks that have a code other than 0."""
+        with self._lock:
+            if matrix not in self._ranges:
+                lowest, highest = self._scan(matrix, by_codes=False)
+                if highest - lowest > _E4M3_POWERS:
+                    lowest, highest = self._scan(matrix, by_codes=True)
+                self._ranges[matrix] = (lowest, highest) if lowest <= highest else (127, 127)
+            return self._ranges[matrix]
+
+    def _scan(self, matrix: int, *, by_codes: bool) -> tuple[int, int]:
+        lowest, highest = _E8M0_NAN, -1
+        begin, end = matrix * self._size, (matrix + 1) * self._size
+        for start in range(begin, end, _BAND):
+            stop = min(end, start + _BAND)
+            scales = self._stored.scales.read(start, stop)
+            counted = scales != _E8M0_NAN
+            if by_codes:
+                codes = self._stored.codes.read(start * _SPAN // 2, stop * _SPAN // 2)
+                counted &= _has_values(codes.reshape(1, -1), stop - start).reshape(-1)
+            if counted.any():
+                lowest = min(lowest, int(scales[counted].min()))
+                highest = max(highest, int(scales[counted].max()))
+        return lowest, highest
+
+
+_E4M3_POWERS = 17
+"""Largest difference of the exponents of two powers of two in E4M3, which are 2^-9 to 2^8."""
+_E4M3_NAN = 0x7F
+_POWERS = np.array([1, 2, 4, *(exponent << 3 for exponent in range(1, 16))], np.uint8)
+"""E4M3 codes of 2^-9 to 2^8."""
+
+
+class _Restating:
+    """Restates all encoded tensors of one checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, to: str) -> None:
+        self._checkpoint, self._to = checkpoint, to
+        self._catalog = checkpoint.catalog
+        self._container = self._catalog.container
+        self._source = Source(self._container, self._catalog.buffers)
+        self._dtype = _dtype_of_model(checkpoint.config)
+        self._problems: list[Refusal] = []
+        self._files: dict[str, VirtualFile] = {}
+        self._checks: list[Check] = []
+        self._encoded: dict[str, EncodedTensor] = {}
+        self._new: dict[str, list[Entry]] = {}
+        """Stored name of codes -> entries of all buffers of the restated tensor."""
+
+    def run(self) -> tuple[Container, Settings]:
+        """Return the restated container, and the user's options with the config of the restated tensors."""
+        for tensor in self._catalog.encoded.values():
+            try:
+                self._restate(tensor)
+            except TransaxleError as error:
+                self._problems.extend(error.refusals)
+        if self._problems:
+            raise gathered(self._problems)
+        if not self._new:
+            return self._container, self._checkpoint.settings
+        container, settings = self._with_config(self._with_buffers())
+        config = settings.config if settings.config is not None else _read_config(container)
+        if catalog(container, config, None).encoded != self._encoded:
+            message = "without a config, the names of its tensors would not show how they are encoded"
+            hint = "Give the model's config with --config FILE."
+            raise refuse("UNSUPPORTED", f"{self._to}: {message}", file=self._container.path, hint=hint)
+        return container, settings
+
+    def _restate(self, tensor: EncodedTensor) -> None:
+        stored = _Stored(tensor, self._source, self._container.storage)
+        target = self._target(tensor)
+        recoded = self._to not in RESTATED_CONVENTIONS
+        if (tensor.encoding.name == self._to) if recoded else (target.name == tensor.convention):
+            self._encoded[tensor.name] = tensor
+            return
+        new = self._recode(stored, target) if recoded else self._rename(stored, target)
+        parts = {role: target.stored(tensor.name, role, new.encoding) for role in new.roles}
+        self._encoded[tensor.name] = EncodedTensor(tensor.name, new.encoding, tensor.shape, parts, target.name)
+        self._new[tensor.parts[Role.CODES]] = [
+            self._entry(stored, role, name, self._place(stored, role, new, target), new.computed.get(role))
+            for role, name in parts.items()
+        ]
+        self._checks += new.checks
+
+    def _target(self, tensor: EncodedTensor) -> Convention:
+        """Return the convention of a tensor in the target, or refuse the tensor."""
+        name, where = tensor.encoding.name, tensor.name
+        if self._to in RESTATED_CONVENTIONS:
+            target = CONVENTIONS[RESTATED_CONVENTIONS[self._to]]
+            if name not in target.writes:
+                message = f"{name} cannot be stored in the convention {target.name}"
+                hint = f"Conventions with {name}: {', '.join(conventions_with(tensor.encoding))}."
+                raise refuse("UNSUPPORTED", message, tensor=where, hint=hint)
+            if tensor.encoding.code not in (FLOAT8.code, NVFP4.code):
+                message = f"codes of {tensor.encoding.code}: the config of {target.name} cannot describe them"
+                raise refuse("UNSUPPORTED", message, tensor=where, hint=_LEAVE)
+            return target
+        source = CONVENTIONS[tensor.convention]
+        if name != self._to and name not in RECODINGS[self._to]:
+            message = f"{name} cannot be recoded as {self._to} without rounding; only {_join(RECODINGS[self._to])} can"
+            raise refuse("UNSUPPORTED", message, tensor=where, hint=_RECODE)
+        return source if self._to in source.writes else CONVENTIONS[PREFERRED[self._to]]
+
+    def _rename(self, stored: _Stored, target: Convention) -> _NewBuffers:
+        """Return a tensor's buffers in a different convention, in the same encoding."""
+        tensor = stored.tensor
+        encoding, source = encoding_in(tensor.encoding, target), CONVENTIONS[tensor.convention]
+        computed: dict[Role, Callable[[int, int], Bytes]] = {}
+        checks: list[Check] = []
+        numbers = _Globals(stored, target, self._dtype)
+        if Role.GLOBAL in tensor.parts and (source.meaning, source.scale_max) != (target.meaning, target.scale_max):
+            computed[Role.GLOBAL] = numbers.compute
+            checks.append(numbers.refusal)
+        if Role.INPUT_SCALE in tensor.parts:
+            if Role.INPUT_SCALE not in target.forms(encoding):
+                message = f"{target.name} has no name for the scale of its inputs, {tensor.parts[Role.INPUT_SCALE]}"
+                raise refuse("UNSUPPORTED", message, tensor=tensor.name, hint=_LEAVE)
+            if input_meaning(source, encoding) != input_meaning(target, encoding):
+                computed[Role.INPUT_SCALE] = numbers.compute_inputs
+        if encoding.scale == MXFP8.scale and encoding.name == FLOAT8_BLOCK.name and not _has_exponents(target):
+            encoding = replace(encoding, scale=FLOAT8_BLOCK.scale)
+            computed[Role.SCALE] = partial(_reals_of_exponents, stored)
+        return _NewBuffers(encoding, computed, tuple(tensor.parts), checks)
+
+    def _recode(self, stored: _Stored, target: Convention) -> _NewBuffers:
+        """Return a tensor's buffers in a different encoding."""
+        tensor, encoding = stored.tensor, ENCODINGS[self._to]
+        if Role.INPUT_SCALE in tensor.parts:
+            message = f"the scale of its inputs, {tensor.parts[Role.INPUT_SCALE]}, belongs to {tensor.encoding.name}"
+            raise refuse("UNSUPPORTED", message, tensor=tensor.name, hint=_RECODE)
+        if encoding is MXFP8:
+            return _NewBuffers(encoding, {Role.CODES: partial(_as_eight_bits, stored)}, (Role.CODES, Role.SCALE))
+        if encoding is FLOAT8_BLOCK:
+            tiles = _InTiles(stored)
+            computed = {Role.CODES: tiles.compute_codes, Role.SCALE: tiles.compute_scales}
+            return _NewBuffers(encoding, computed, (Role.CODES, Role.SCALE), (tiles.refusal,))
+        levels = _InTwoLevels(stored, target)
+        computed = {Role.SCALE: levels.compute_scales, Role.GLOBAL: levels.compute_globals}
+        return _NewBuffers(encoding, computed, (Role.CODES, Role.SCALE, Role.GLOBAL), (levels.refusal,))
+
+    def _place(self, stored: _Stored, role: Role, new: _NewBuffers, target: Convention) -> Place:
+        """Return the dtype and shape of a buffer in the target; real numbers keep the dtype that they have."""
+        dtype = None
+        if role not in new.computed and role in stored.tensor.parts and role is not Role.CODES:
+            dtype = stored.entry(role).dtype
+        exponents = dtype in ("U8", MXFP8.scale)
+        return target.presented(new.encoding, stored.tensor.shape, role, None if exponents else dtype)
+
+    def _entry(
+        self,
+        stored: _Stored,
+        role: Role,
+        name: str,
+        place: Place,
+        compute: Callable[[int, int], Bytes] | None,
+    ) -> Entry:
+        """Return the entry of a buffer: with the stored bytes if they fit into it, else with a virtual file."""
+        dtype, shape = place
+        if compute is None:
+            try:
+                return redescribe(_in_bytes(stored.entry(role)), name, dtype, shape)
+            except TransaxleError:  # the stored chunks are no boxes of the new shape
+                compute = stored.bytes_of(role).read
+        self._files[_FILE + name] = _Computed(nbytes(dtype, shape), compute)
+        return Entry(name, dtype, shape, (Extent((0,) * len(shape), shape, _FILE + name, 0),))
+
+    def _with_buffers(self) -> Container:
+        """Return the container with the entries of all restated tensors."""
+        container = self._container
+        changed = [tensor for tensor in self._catalog.encoded.values() if tensor.parts[Role.CODES] in self._new]
+        new_names = {
+            old: self._encoded[each.name].parts.get(role) for each in changed for role, old in each.parts.items()
+        }
+        training = training_only([tensor.parts[Role.CODES] for tensor in changed], container.entries)
+        entries: dict[str, Entry] = {}
+        for name, entry in container.entries.items():
+            for shown_entry in self._new.get(name, () if name in new_names or name in training else (entry,)):
+                if shown_entry.name in entries:
+                    message = "two tensors would have this name"
+                    raise refuse("NAME_COLLISION", message, tensor=shown_entry.name)
+                entries[shown_entry.name] = shown_entry
+        metadata = without_notes(container.metadata, {tensor.name for tensor in changed})
+        metadata.pop(TE_NOTE, None)
+        renamed = {old: new for old, new in new_names.items() if new is not None}
+        training_entries = {name: container.entries[name] for name in training}
+        encodings = {tensor.encoding.name: self._encoded[tensor.name].encoding.name for tensor in changed}
+        recoding = structs.replace(
+            container.recoding,
+            checks=(*container.recoding.checks, *self._checks),
+            encodings={old: new for old, new in encodings.items() if old != new},
+            notes=(*container.recoding.notes, *self._notes(changed)),
+        )
+        return structs.replace(
+            container,
+            storage=VirtualFiles(container.storage, self._files),
+            entries=entries,
+            metadata=metadata,
+            left={**container.left, **training_entries},
+            recoding=recoding,
+            whole=None if container.whole is None else frozenset(renamed.get(name, name) for name in container.whole),
+            spreads={renamed.get(name, name): spread for name, spread in container.spreads.items()},
+        )
+
+    def _notes(self, changed: Sequence[EncodedTensor]) -> Iterator[str]:
+        kinds: dict[tuple[str, str], int] = {}
+        for tensor in changed:
+            new = self._encoded[tensor.name]
+            before, after = (f"{each.encoding.name} ({each.convention})" for each in (tensor, new))
+            kinds[before, after] = kinds.get((before, after), 0) + 1
+        for (before, after), count in kinds.items():
+            yield f"restated without rounding: {plural(count, 'tensor')}, {before} as {after}"
+        if any(Role.INPUT_SCALE in tensor.parts and self._inverts_inputs(tensor) for tensor in changed):
+            yield "scales of inputs are the inverses of the source's, in float32; they belong to no weight"
+
+    def _inverts_inputs(self, tensor: EncodedTensor) -> bool:
+        source, target = (CONVENTIONS[each.convention] for each in (tensor, self._encoded[tensor.name]))
+        return input_meaning(source, tensor.encoding) != input_meaning(target, tensor.encoding)
+
+    def _with_config(self, container: Container) -> tuple[Container, Settings]:
+        """Return the container and the options with configs that describe the restated tensors."""
+        settings = self._checkpoint.settings
+        files: dict[str, InMemoryFile] = {}
+        configs: dict[str, Mapping[str, Any]] = {}
+        refuse_quantized_cache(self._catalog.quantization)
+        if CONFIG in container.carried:
+            configs[CONFIG] = read_stored_config(container.storage)
+            files[CONFIG] = InMemoryFile(json.dumps(self._rewrite(configs[CONFIG], container)).encode())
+        if settings.config is not None:
+            configs.setdefault(CONFIG, settings.config)
+            settings = structs.replace(settings, config=self._rewrite(settings.config, container))
+        dropped = [name for name in container.carried if name == MODELOPT_CONFIG]
+        recoding = structs.replace(container.recoding, configs=configs)
+        storage = VirtualFiles(container.storage, files) if files else container.storage
+        carried = tuple(name for name in container.carried if name not in dropped)
+        ignored = (*container.ignored, *dropped)
+        return structs.replace(
+            container, storage=storage, carried=carried, ignored=ignored, recoding=recoding
+        ), settings
+
+    def _rewrite(self, config: Mapping[str, Any], container: Container) -> dict[str, Any]:
+        """Return a config that describes the restated tensors."""
+        if {tensor.convention for tensor in self._encoded.values()} == {TE}:  # no config describes this convention
+            return without_quantization(config)
+        parts = {stored for tensor in self._encoded.values() for stored in tensor.parts.values()}
+        plain = {name: entry.shape for name, entry in container.entries.items() if name not in parts}
+        weights = {name: shape for name, shape in plain.items() if split_slot(name)[1] == WEIGHT}
+        return rewrite_config(config, self._encoded, weights, own_method=True)
+
+
+def _read_config(container: Container) -> Mapping[str, Any]:
+    return read_stored_config(container.storage) if CONFIG in container.carried else container.config
+
+
+def _dtype_of_model(config: Mapping[str, Any]) -> str:
+    """Return the dtype in which values are compared: the dtype of the model according to its config, or BF16."""
+    for section in (config, *(config.get(key) or {} for key in NESTED)):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(section, Mapping) and section.get(key) in _CONFIG_DTYPES:
+                return _CONFIG_DTYPES[section[key]]
+    return "BF16"
+
+
+def _has_exponents(target: Convention) -> bool:
+    """Return whether programs that read a convention take E8M0 scales of 128 x 128 tiles for powers of two."""
+    return target.name == DEEPSEEK
+
+
+def _in_bytes(entry: Entry) -> Entry:
+    """Return an entry of packed codes counted in bytes; other entries are returned unchanged.
+
+    Raises:
+        Refused: with the code UNSUPPORTED if a chunk does not consist of whole bytes.
+    """
+    if entry.dtype != NVFP4.code:
+        return entry
+    extents = []
+    for extent in entry.extents:
+        if extent.strides is not None or extent.start[-1] % 2 or extent.shape[-1] % 2:
+            raise refuse("UNSUPPORTED", "a chunk does not consist of whole bytes", tensor=entry.name)
+        start, shape = ((*each[:-1], each[-1] // 2) for each in (extent.start, extent.shape))
+        extents.append(structs.replace(extent, start=start, shape=shape))
+    return Entry(entry.name, "U8", (*entry.shape[:-1], entry.shape[-1] // 2), tuple(extents))
+
+
+def _join(names: Iterable[str]) -> str:
+    return " or ".join(sorted(names))
