@@ -114,7 +114,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "jobs": ("two", 1.5, True), "memory": (1.5, MANY, True), "merge": (3, b"adapter"), "mesh": ("tp", 2),
     "only": (3, [3]), "params_dtype": (3, MANY), "path": (3, None, b"model"), "report": (3, b"page"),
     "restate": (3, MANY), "rules": (3, MANY), "shard_size": (1.5, MANY, True, None), "skip": (3, [3]),
-    "source": (3, MANY), "src": (3, None, b"model"), "to": (3, None, Path("hf")), "url": (3, b"s3://bucket"), "write": (3, b"plan"),
+    "source": (3, MANY), "src": (3, None, b"model"), "to": (3, None, Path("hf")), "url": (3, b"s3://bucket"),
+    "write": (3, b"plan"),
 }  # fmt: skip
 """Values of wrong types, for every argument that is read by `arguments` or `torch_arguments`."""
 READ = {"Config", "DType", "Device", "Patterns", "PathLike", "CheckpointLike", "Ranks", "Size", "DeviceMesh"}

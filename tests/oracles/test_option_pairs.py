@@ -68,7 +68,7 @@ OF_RANK_FILES = {"ranks", "dp", "device"}
 
 
 OF_CONVENTIONS = {"restate"}
-"""What `tests/engine/checkpoint/test_restated.py` runs through: few sources are stored in several conventions."""
+"""What `tests/engine/views/test_restated.py` runs through: few sources are stored in several conventions."""
 
 
 def test_the_sweep_has_every_option() -> None:

@@ -597,10 +597,10 @@ def open_checkpoint(
     if merge is not None:
         return checkpoint.merge(merge)
     if restate is not None:
-        from transaxle.engine.checkpoint.restated import restate_tensors
+        from transaxle.engine.views.restated import restate_tensors
 
-        files, user = restate_tensors(checkpoint, read_text("restate", restate, "modelopt"))
-        checkpoint = Checkpoint(files, user, None, None, checkpoint)
+        files, config = restate_tensors(checkpoint.catalog, read_text("restate", restate, "modelopt"), user.config)
+        checkpoint = Checkpoint(files, replace(user, config=config), None, None, checkpoint)
     elif dtype is not None:
         checkpoint = checkpoint.cast(dtype, only, skip)
     elif decode is not None and not (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -60,20 +60,18 @@ from transaxle.encodings.encoding import (
     Encoding,
     Role,
 )
-from transaxle.engine.checkpoint.settings import read_stored_config
 from transaxle.engine.source import Source, redescribe
 from transaxle.engine.views.decoded import Decoder, RowMajorBytes, with_decoded, without_notes
-from transaxle.engine.views.encoded import buffer_name, catalog
+from transaxle.engine.views.encoded import Catalog, buffer_name, catalog
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
-from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, VirtualFiles
+from transaxle.formats.storage.storage import InMemoryFile, NotJsonError, VirtualFile, VirtualFiles, parse_json
 from transaxle.move.transfer import Readable
 
-if TYPE_CHECKING:
-    from transaxle.engine.checkpoint.checkpoint import Checkpoint
-    from transaxle.engine.checkpoint.settings import Settings
+Config: TypeAlias = Mapping[str, Any]
+"""Content of a model's config.json."""
 
 _FILE = "\0restated in "
 """Prefix of the names of the virtual files that contain computed buffers."""
@@ -91,13 +89,14 @@ _PAIRS = np.stack(np.meshgrid(np.arange(16, dtype=np.uint8), np.arange(16, dtype
 """Byte -> its two 4-bit codes, the low one first."""
 
 
-def restate_tensors(checkpoint: Checkpoint, to: str) -> tuple[Container, Settings]:
+def restate_tensors(tensors: Catalog, to: str, user_config: Config | None) -> tuple[Container, Config | None]:
     """Return a checkpoint's container with all encoded tensors in a different convention or encoding, and the user's
-    options with a config that describes them.
+    config, changed to describe them.
 
     Args:
-        checkpoint: the checkpoint under its stored names.
+        tensors: the stored tensors.
         to: a convention, an encoding, or `bf16` for decoded values.
+        user_config: the model's config that the user gave; None means the config.json of the checkpoint.
 
     Raises:
         Refused: if buffers of encoded tensors cannot be matched; with the code UNSUPPORTED, for every tensor that the
@@ -107,18 +106,17 @@ def restate_tensors(checkpoint: Checkpoint, to: str) -> tuple[Container, Setting
     targets = (*RESTATED_CONVENTIONS, *RECODINGS, BF16)
     if to not in targets:
         raise refuse("AMBIGUOUS", f"cannot restate as {to!r}", hint=f"Choose one of: {', '.join(targets)}.")
-    tensors = checkpoint.catalog
     if tensors.refusals:
         raise gathered(tensors.refusals)
     if not tensors.encoded:
         raise refuse("AMBIGUOUS", "nothing to restate: the checkpoint has no encoded tensors")
     if to != BF16:
-        return _Restating(checkpoint, to).run()
+        return _Restating(tensors, to, user_config).run()
     container = with_decoded(tensors, tensors.encoded, "BF16")
     computed = container.recoding.computed.values()
     checks = tuple(partial(_inexact_value, each) for each in computed if isinstance(each, Decoder))
     recoding = structs.replace(container.recoding, checks=(*container.recoding.checks, *checks))
-    return structs.replace(container, recoding=recoding), checkpoint.settings
+    return structs.replace(container, recoding=recoding), user_config
 
 
 def _inexact_value(decoder: Decoder, whole: bool) -> Refusal | None:
@@ -457,12 +455,11 @@ _POWERS = np.array([1, 2, 4, *(exponent << 3 for exponent in range(1, 16))], np.
 class _Restating:
     """Restates all encoded tensors of one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, to: str) -> None:
-        self._checkpoint, self._to = checkpoint, to
-        self._catalog = checkpoint.catalog
+    def __init__(self, tensors: Catalog, to: str, user_config: Config | None) -> None:
+        self._catalog, self._to, self._user_config = tensors, to, user_config
         self._container = self._catalog.container
         self._source = Source(self._container, self._catalog.buffers)
-        self._dtype = _dtype_of_model(checkpoint.config)
+        self._dtype = _dtype_of_model(_read_config(self._container) if user_config is None else user_config)
         self._problems: list[Refusal] = []
         self._files: dict[str, VirtualFile] = {}
         self._checks: list[Check] = []
@@ -470,8 +467,8 @@ class _Restating:
         self._new: dict[str, list[Entry]] = {}
         """Stored name of codes -> entries of all buffers of the restated tensor."""
 
-    def run(self) -> tuple[Container, Settings]:
-        """Return the restated container, and the user's options with the config of the restated tensors."""
+    def run(self) -> tuple[Container, Config | None]:
+        """Return the restated container, and the user's config with a description of the restated tensors."""
         for tensor in self._catalog.encoded.values():
             try:
                 self._restate(tensor)
@@ -480,14 +477,16 @@ class _Restating:
         if self._problems:
             raise gathered(self._problems)
         if not self._new:
-            return self._container, self._checkpoint.settings
-        container, settings = self._with_config(self._with_buffers())
-        config = settings.config if settings.config is not None else _read_config(container)
+            return self._container, self._user_config
+        container = self._with_buffers()
+        user_config = None if self._user_config is None else self._rewrite(self._user_config, container)
+        container = self._with_config(container)
+        config = _read_config(container) if user_config is None else user_config
         if catalog(container, config, None).encoded != self._encoded:
             message = "without a config, the names of its tensors would not show how they are encoded"
             hint = "Give the model's config with --config FILE."
             raise refuse("UNSUPPORTED", f"{self._to}: {message}", file=self._container.path, hint=hint)
-        return container, settings
+        return container, user_config
 
     def _restate(self, tensor: EncodedTensor) -> None:
         stored = _Stored(tensor, self._source, self._container.storage)
@@ -639,28 +638,25 @@ class _Restating:
         source, target = (CONVENTIONS[each.convention] for each in (tensor, self._encoded[tensor.name]))
         return input_meaning(source, tensor.encoding) != input_meaning(target, tensor.encoding)
 
-    def _with_config(self, container: Container) -> tuple[Container, Settings]:
-        """Return the container and the options with configs that describe the restated tensors."""
-        settings = self._checkpoint.settings
+    def _with_config(self, container: Container) -> Container:
+        """Return the container with a config.json that describes the restated tensors."""
         files: dict[str, InMemoryFile] = {}
-        configs: dict[str, Mapping[str, Any]] = {}
         refuse_quantized_cache(self._catalog.quantization)
+        config = self._user_config
         if CONFIG in container.carried:
-            configs[CONFIG] = read_stored_config(container.storage)
-            files[CONFIG] = InMemoryFile(json.dumps(self._rewrite(configs[CONFIG], container)).encode())
-        if settings.config is not None:
-            configs.setdefault(CONFIG, settings.config)
-            settings = structs.replace(settings, config=self._rewrite(settings.config, container))
+            config = _read_config(container)
+            files[CONFIG] = InMemoryFile(json.dumps(self._rewrite(config, container)).encode())
         dropped = [name for name in container.carried if name == MODELOPT_CONFIG]
-        recoding = structs.replace(container.recoding, configs=configs)
-        storage = VirtualFiles(container.storage, files) if files else container.storage
-        carried = tuple(name for name in container.carried if name not in dropped)
-        ignored = (*container.ignored, *dropped)
+        configs = {} if config is None else {CONFIG: config}
         return structs.replace(
-            container, storage=storage, carried=carried, ignored=ignored, recoding=recoding
-        ), settings
+            container,
+            storage=VirtualFiles(container.storage, files) if files else container.storage,
+            carried=tuple(name for name in container.carried if name not in dropped),
+            ignored=(*container.ignored, *dropped),
+            recoding=structs.replace(container.recoding, configs=configs),
+        )
 
-    def _rewrite(self, config: Mapping[str, Any], container: Container) -> dict[str, Any]:
+    def _rewrite(self, config: Config, container: Container) -> dict[str, Any]:
         """Return a config that describes the restated tensors."""
         if {tensor.convention for tensor in self._encoded.values()} == {TE}:  # no config describes this convention
             return without_quantization(config)
@@ -670,11 +666,20 @@ class _Restating:
         return rewrite_config(config, self._encoded, weights, own_method=True)
 
 
-def _read_config(container: Container) -> Mapping[str, Any]:
-    return read_stored_config(container.storage) if CONFIG in container.carried else container.config
+def _read_config(container: Container) -> Config:
+    """Return the content of a checkpoint's config.json, or without one the facts that its own files have."""
+    if CONFIG not in container.carried:
+        return container.config
+    try:
+        config = parse_json(container.storage.read(CONFIG, 0, container.storage.size(CONFIG)))
+    except NotJsonError as error:
+        raise refuse("CORRUPT", f"not JSON: {error}", file=CONFIG) from None
+    if not isinstance(config, dict):
+        raise refuse("CORRUPT", "not a JSON object", file=CONFIG)
+    return config
 
 
-def _dtype_of_model(config: Mapping[str, Any]) -> str:
+def _dtype_of_model(config: Config) -> str:
     """Return the dtype in which values are compared: the dtype of the model according to its config, or BF16."""
     for section in (config, *(config.get(key) or {} for key in NESTED)):
         for key in ("dtype", "torch_dtype"):

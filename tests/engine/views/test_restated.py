@@ -105,7 +105,8 @@ def of_modelopt(packed: torch.Tensor, scales: torch.Tensor, whole: torch.Tensor)
     table = torch.tensor([*E2M1, *-E2M1])
     codes = torch.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
     values = table[codes.long()].unflatten(-1, (-1, 16))
-    return (values * (scales.float() * whole.float()).unsqueeze(-1)).flatten(-2)
+    product: torch.Tensor = values * (scales.float() * whole.float()).unsqueeze(-1)
+    return product.flatten(-2)
 
 
 def of_compressed_tensors(tensors: Tensors, preset: str, name: str) -> torch.Tensor:
@@ -117,7 +118,8 @@ def of_compressed_tensors(tensors: Tensors, preset: str, name: str) -> torch.Ten
     scheme = preset_name_to_scheme(preset, ["Linear"])
     local = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
     compressor = BaseCompressor.get_value_from_registry(form.get(preset, "float-quantized"))
-    return compressor.decompress(local, scheme)["weight"]
+    weight: torch.Tensor = compressor.decompress(local, scheme)["weight"]
+    return weight
 
 
 @peers
