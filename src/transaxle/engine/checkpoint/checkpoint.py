@@ -552,8 +552,7 @@ def open_checkpoint(
         dtype: `bf16`, `fp16` or `fp32`, the dtype to which plain floating-point tensors are cast when they are read.
         only: patterns of the tensor names to decode or cast.
         skip: patterns of the tensor names that keep their stored form.
-        lenient: whether to accept a checkpoint that lacks what an option asks for (encoded tensors, a choice of
-            weights, optimizer state). This is useful if two checkpoints are compared and only one has the state.
+        lenient: whether to accept a checkpoint, one of two, that lacks what an option needs (codes, choices, state).
         merge: path of a LoRA adapter to merge into the weights when they are read.
         restate: convention or encoding in which encoded tensors are shown, with the same values.
         **options: the options of `engine.checkpoint.settings`.
@@ -576,8 +575,7 @@ def open_checkpoint(
     how: dict[str, Any] = {"average": user.average, "lenient": lenient, "naming": partial(_parameter_names, user)}
     container = with_hash_witness(open_container(source, *choices, config_above=user.config is None, **how))
     container = with_shape_files(container)
-    if describes_codes(container.metadata):
-        container = add_compact_scales(container)
+    container = add_compact_scales(container) if describes_codes(container.metadata) else container
     if user.average:
         from transaxle.engine.duplicates import average_replicas
 

@@ -282,7 +282,8 @@ class Decoder:
         from transaxle.encodings.arithmetic.codec import decode_error
 
         codes, scale, phase = self._read_box(row, rows, column, columns)
-        codes = codes & 15 | (codes & 15) << 4 if once else codes
+        if once:
+            codes = np.bitwise_and(codes, 15) * np.uint8(17)
         factor, zero = self._factors[row // self._rows], self._zeros_of(row, rows, column, columns)
         return decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype, zero=zero)
 

@@ -52,7 +52,6 @@ from transaxle.encodings.conventions.restating import (
 from transaxle.encodings.conventions.rewriting import rewrite_config, without_quantization
 from transaxle.encodings.encoding import (
     ENCODINGS,
-    FLOAT8,
     FLOAT8_BLOCK,
     MXFP8,
     NVFP4,
@@ -78,6 +77,7 @@ _FILE = "\0restated in "
 _BAND = 1 << 18
 """Number of bytes of a buffer that are computed at once."""
 _E8M0_NAN = 255
+_E5M2 = "F8_E5M2"
 _CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CACHED = 64
 """Number of rows of tiles whose scales are cached."""
@@ -490,11 +490,11 @@ class _Restating:
 
     def _restate(self, tensor: EncodedTensor) -> None:
         stored = _Stored(tensor, self._source, self._container.storage)
-        target = self._target(tensor)
         recoded = self._to not in RESTATED_CONVENTIONS
-        if (tensor.encoding.name == self._to) if recoded else (target.name == tensor.convention):
+        if self._to == tensor.encoding.name or RESTATED_CONVENTIONS.get(self._to) == tensor.convention:
             self._encoded[tensor.name] = tensor
             return
+        target = self._target(tensor)
         new = self._recode(stored, target) if recoded else self._rename(stored, target)
         parts = {role: target.stored(tensor.name, role, new.encoding) for role in new.roles}
         self._encoded[tensor.name] = EncodedTensor(tensor.name, new.encoding, tensor.shape, parts, target.name)
@@ -513,12 +513,12 @@ class _Restating:
                 message = f"{name} cannot be stored in the convention {target.name}"
                 hint = f"Conventions with {name}: {', '.join(conventions_with(tensor.encoding))}."
                 raise refuse("UNSUPPORTED", message, tensor=where, hint=hint)
-            if tensor.encoding.code not in (FLOAT8.code, NVFP4.code):
+            if tensor.encoding.code == _E5M2:
                 message = f"codes of {tensor.encoding.code}: the config of {target.name} cannot describe them"
                 raise refuse("UNSUPPORTED", message, tensor=where, hint=_LEAVE)
             return target
         source = CONVENTIONS[tensor.convention]
-        if name != self._to and name not in RECODINGS[self._to]:
+        if name not in RECODINGS[self._to]:
             message = f"{name} cannot be recoded as {self._to} without rounding; only {_join(RECODINGS[self._to])} can"
             raise refuse("UNSUPPORTED", message, tensor=where, hint=_RECODE)
         return source if self._to in source.writes else CONVENTIONS[PREFERRED[self._to]]
