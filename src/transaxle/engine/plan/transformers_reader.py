@@ -165,8 +165,9 @@ def _undecodable(view: View, names: Iterable[str]) -> Iterator[str]:
 def _expert_notes(
     family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], names: Holding[str]
 ) -> Iterator[str]:
-    """Yield notes on numbered experts, which transformers merges while it loads; it takes all of them for encoded as
-    the config says of linear layers, and handles plain experts only beside codes of eight bits.
+    """Yield notes on numbered experts, which transformers merges into stacks while it loads. If the config describes
+    encoded linear layers, transformers reads all experts as encoded alike, and can load plain experts only if the codes
+    have eight bits.
     """
     stacks = [line.expression for line in _memory_lines(family) if len(line.expression.dims) > _MATRIX]
     stacked = {component for stack in stacks for component in stack.components}
