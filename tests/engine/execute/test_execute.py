@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests import checkpoints
 from tests.engine import demand_refusal, killed
 from tests.engine.counting import Before, counted
 from tests.engine.killed import contents
+from transaxle.engine.carry import carry
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
@@ -371,6 +373,43 @@ def test_buffers_stay_within_the_memory_given(tmp_path: Path) -> None:
     assert peak < limit.memory + (1 << 19)
     tx.convert(tmp_path / "out", tmp_path / "back", to="hf", sync=False)
     assert checkpoints.same(source, tmp_path / "back")
+
+
+class Meeting:
+    """Files whose first writer waits for a second one."""
+
+    def __init__(self, *, ordered: bool | None) -> None:
+        self.offsets: list[int] = []
+        self.met = threading.Event()
+        self._lock, self._inside, self._patience = threading.Lock(), 0, 5.0
+        if ordered is not None:
+            self.ordered = ordered
+
+    def pwrite(self, _file: str, offset: int, _view: memoryview) -> None:
+        with self._lock:
+            self.offsets.append(offset)
+            self._inside += 1
+            if self._inside > 1:
+                self.met.set()
+            patience, self._patience = self._patience, 0.0
+        self.met.wait(patience)
+        with self._lock:
+            self._inside -= 1
+
+
+@pytest.mark.parametrize("ordered", [True, False, None])
+def test_several_threads_write_into_one_file_unless_it_is_written_in_order(
+    ordered: bool | None, tmp_path: Path
+) -> None:
+    """Files that say nothing, as those of a worker, can be written at any offset."""
+    save_file({f"t{n}": np.zeros(1 << 20, np.float32) for n in range(8)}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path / "model.safetensors") as checkpoint:
+        plan = make_plan(checkpoint, "safetensors:identity").plan
+        files = Meeting(ordered=ordered)
+        carry(plan.tensors, checkpoint.container.storage, files, limits(2, 4 << 20))
+    assert len(plan.files) == 1
+    assert files.met.is_set() is not bool(ordered)
+    assert files.offsets == sorted(files.offsets) or not ordered
 
 
 def test_limits() -> None:
