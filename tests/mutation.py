@@ -122,15 +122,12 @@ def _modules(room: str) -> list[Path]:
 
 def _changes(path: Path, function: ast.FunctionDef) -> Iterator[Change]:
     file = path.relative_to(ROOT).as_posix()
-    in_texts = {
-        id(part)
-        for node in ast.walk(function)
-        if isinstance(node, ast.JoinedStr | ast.Raise)
-        for part in ast.walk(node)
-    }
+    texts = [node for node in ast.walk(function) if isinstance(node, ast.JoinedStr | ast.Raise)]
+    types = [node.annotation for node in ast.walk(function) if isinstance(node, ast.AnnAssign)]
+    unchanged = {id(part) for node in (*texts, *types) for part in ast.walk(node)}
     for statement in function.body:
         for node in ast.walk(statement):
-            if isinstance(node, ast.expr) and id(node) not in in_texts and (text := _replacement(node)):
+            if isinstance(node, ast.expr) and id(node) not in unchanged and (text := _replacement(node)):
                 yield Change(file, function.name, node, text)
 
 
