@@ -26,7 +26,7 @@ from tests.oracles.tiny_models import drawn
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
-BLOCK, MXFP8, NVFP4 = "float8_block", "mxfp8", "nvfp4"
+BLOCK, MXFP8, NVFP4, INT4 = "float8_block", "mxfp8", "nvfp4", "int4"
 TILE = 128
 SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 4,
@@ -123,17 +123,22 @@ CASES = [
     ("llama", NVFP4, "hf", {}, {}, BOTH_RIGHT, ()),
     ("llama", MXFP8, "hf", {"intermediate_size": 160}, {}, BOTH_RIGHT, ()),
     ("falcon", MXFP8, "hf", {}, {}, BOTH_RIGHT, ()),
+    ("qwen3_moe", INT4, "hf", {}, {}, BOTH_RIGHT, ()),
+    ("qwen3_moe", INT4, "hf", {}, {"only": EXPERTS}, BOTH_RIGHT, ()),
     # numbered experts
     ("qwen3_moe", NVFP4, "hf", {}, {}, BOTH_WRONG, ("reads numbered experts in nvfp4 without", AS_STACKS)),
     ("qwen3_moe", NVFP4, "hf", {}, {"only": EXPERTS}, BOTH_WRONG, ("reads numbered experts in nvfp4 without",)),
     ("qwen3_moe", MXFP8, "hf", {}, {}, BOTH_FAIL, ("cannot load numbered experts in mxfp8", AS_STACKS)),
     ("qwen3_moe", NVFP4, "hf", {}, {"skip": EXPERTS}, BOTH_FAIL, ("cannot load plain numbered experts", AS_STACKS)),
+    ("qwen3_moe", NVFP4, "hf", {}, {"only": "*layers.1.*.experts.*"}, BOTH_FAIL, ("cannot load plain",)),
+    ("qwen3_moe", INT4, "hf", {}, {"skip": "*layers.1.*.experts.*"}, BOTH_FAIL, ("cannot load plain", AS_STACKS)),
     ("deepseek_v3", NVFP4, "hf", {}, {"skip": EXPERTS}, BOTH_FAIL, ("cannot load plain numbered experts",)),
     ("llama4_text", NVFP4, "hf", {}, {"skip": EXPERTS}, BOTH_WRONG, ("looks for numbered experts",)),
     # stacks
     ("qwen3_moe", BLOCK, IN_MEMORY, {}, {"only": "*experts*"}, f"{RIGHT} {WRONG}", (NAMED, "stacks of matrices")),
     ("qwen3_moe", MXFP8, IN_MEMORY, {}, {"only": "*experts*"}, BOTH_WRONG, (NAMED, "stacks of matrices")),
     ("qwen3_moe", NVFP4, IN_MEMORY, {}, {"only": "*experts*"}, BOTH_WRONG, (NAMED, "stacks of matrices")),
+    ("qwen3_moe", INT4, IN_MEMORY, {}, {"only": "*experts*"}, BOTH_WRONG, (NAMED, "stacks of matrices")),
     ("gpt_oss", BLOCK, "hf", {}, {"only": "*experts*_proj"}, f"{FAILS} {WRONG}", (NAMED, "stacks of matrices")),
     ("gpt_oss", NVFP4, "hf", {}, {}, BOTH_RIGHT, (PLAIN, "stacks of matrices")),
     ("llama4_text", BLOCK, "hf", {}, {}, BOTH_RIGHT, (PLAIN, "stacks of matrices")),
@@ -154,6 +159,7 @@ CASES = [
     # layers that are no nn.Linear
     ("gpt2", BLOCK, "hf", {}, {"only": "*.mlp.*weight"}, f"{WRONG} {RIGHT}", (NAMED, "on a GPU it has no quantized")),
     ("falcon", BLOCK, "hf", {}, {"only": "*mlp*weight"}, f"{WRONG} {RIGHT}", (NAMED, "on a GPU it does not replace")),
+    ("falcon", INT4, "hf", {}, {}, f"{FAILS} {RIGHT}", ("in int4 with dequantize=True only",)),
     ("falcon", NVFP4, "hf", {}, {}, f"{FAILS} {RIGHT}", ("in nvfp4 with dequantize=True only",)),
 ]  # fmt: skip
 """Model type, encoding, target, sizes, patterns; what transformers makes of it where codes are kept and where they are
@@ -181,7 +187,7 @@ STACKS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2", "erni
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("encoding", [NVFP4, MXFP8])
+@pytest.mark.parametrize("encoding", [NVFP4, MXFP8, INT4])
 @pytest.mark.parametrize("model_type", STACKS)
 def test_transformers_reads_stacks_that_stay_plain(model_type: str, encoding: str, tmp_path: Path) -> None:
     made, notes = verdicts(model_type, encoding, tmp_path, IN_MEMORY, {})

@@ -180,10 +180,10 @@ def _expert_notes(
         and len(view.targets[name].shape) == _MATRIX
         and not stacked.isdisjoint(components)
     ]
-    if encoding in _MISREAD_EXPERTS and any(name in names for name in numbered):
-        yield _MISREAD_EXPERTS[encoding] + _AS_STACKS
-    elif ENCODINGS[encoding].code_bits < 8 and any(name not in names for name in numbered):
+    if ENCODINGS[encoding].code_bits < 8 and any(name not in names for name in numbered):
         yield f"{_READER} cannot load plain numbered experts beside {encoding}{_AS_STACKS}"
+    elif encoding in _MISREAD_EXPERTS and any(name in names for name in numbered):
+        yield _MISREAD_EXPERTS[encoding] + _AS_STACKS
 
 
 def _memory_lines(family: Family) -> Sequence[Line]:
