@@ -25,7 +25,6 @@ from transaxle.encodings.arithmetic.codes import KINDS, CodeTable, int4_codes, i
 from transaxle.encodings.arithmetic.minifloat import (
     E4M3,
     LARGEST,
-    MINIFLOATS,
     Minifloat,
     power_of_two,
     wide_code,
@@ -131,7 +130,9 @@ def encode_rows(
     tiles = tiling(encoding, shape)
     if encoding.is_integer:
         return _encode_integers(encoding, matrix, tiles, arithmetic, codes_out)
-    kind = MINIFLOATS[_kind(encoding).code]
+    kind = _kind(encoding)
+    if isinstance(kind, CodeTable):
+        raise refuse("UNSUPPORTED", f"{encoding.name}: codes {encoding.code} can be read, but not written")
     amax_tiles = tiles if over is None else _tiles_of_blocks(tiles, over)
     codes = _codes_of(shape, kind, codes_out)
     tile_amaxes = arithmetic.largest(matrix, amax_tiles)

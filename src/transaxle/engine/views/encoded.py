@@ -461,7 +461,7 @@ class _BufferFollower:
             tiles = {name: tile_of(source.encoding, source.shape, role) for name, source in sources.items()}
             tile = tile_of(tensor.encoding, target.shape, role)
             dtype = self.catalog.container.entries[tensor.parts[role]].dtype
-            per_matrix = role is not Role.SCALE or set(tensor.encoding.tile) == {WHOLE}
+            per_matrix = role not in (Role.SCALE, Role.ZERO) or set(tensor.encoding.tile) == {WHOLE}
             split_parts = per_matrix and len(target.parts) > 1 and len(target.shape) > 2
             targets = [structs.replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
             relayouts = [
