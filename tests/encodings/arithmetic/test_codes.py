@@ -38,7 +38,7 @@ def box(encoding: Encoding, rows: int = 5, columns: int = 192) -> tuple[np.ndarr
         np.float32
     )
     scale[0, :3] = 0, np.inf, np.nan
-    return packed, scale, rng.integers(-8, 8, scale.shape).astype(np.float32)
+    return packed, scale, np.array(rng.integers(-8, 8, scale.shape), np.float32)
 
 
 @each_encoding

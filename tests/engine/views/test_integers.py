@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
 def test_sizes_of_groups_are_checked(tmp_path: Path) -> None:
     plain = tmp_path / "plain.safetensors"
     save_file({"a.weight": torch.randn(4, 48)}, plain)
-    said = {"to": "safetensors", "only": "a.weight"}
+    said: dict[str, Any] = {"to": "safetensors", "only": "a.weight"}
     for size, encoding, words in ((24, "int4", "multiple of 16"), (32, "mxfp8", "fixed size")):
         with pytest.raises(UsageError, match=words):
             tx.convert(plain, tmp_path / "out", encode=encoding, group_size=size, **said)
@@ -213,7 +214,7 @@ WRONG = {
 @pytest.mark.peers
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("said", [{"decode": "bf16", "to": "hf"}, {"to": "safetensors:vllm"}], ids=["decode", "move"])
-def test_buffers_that_do_not_fit_are_refused(wrong: str, said: dict[str, str], tmp_path: Path) -> None:
+def test_buffers_that_do_not_fit_are_refused(wrong: str, said: dict[str, Any], tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     store(source, *weights("dense"), Integers(symmetric=False))
     held = load_file(source / "model.safetensors")
