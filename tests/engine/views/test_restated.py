@@ -131,7 +131,7 @@ def test_a_divisor_of_300_in_modelopt_and_back(tmp_path: Path) -> None:
     assert there.keys() == {f"{Q}.weight", f"{Q}.weight_scale", f"{Q}.weight_scale_2"}
     assert there[f"{Q}.weight_scale_2"].shape == ()
     assert there[f"{Q}.weight_scale_2"] == torch.tensor(1.0) / 300
-    assert config_section(tmp_path / "b") == {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    assert config_section(tmp_path / "b") == {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16}
     expected = of_compressed_tensors(tensors, "NVFP4A16", Q)
     scales = tensors[f"{Q}.weight_scale"].float() / 300
     plain = nibbles(tensors[f"{Q}.weight_packed"].numpy())
@@ -208,6 +208,7 @@ def test_scales_of_inputs_change_with_their_meaning(tmp_path: Path) -> None:
     plan = tx.plan(source, tmp_path / "x", to="safetensors:identity", restate="modelopt")
     assert any("scales of inputs" in note for note in plan.notes)
     there = restate(source, tmp_path / "b", "modelopt")
+    assert config_section(tmp_path / "b")["quant_algo"] == "NVFP4"
     assert there[f"{Q}.input_scale"].item() == torch.tensor(0.05).item()
     back = restate(tmp_path / "b", tmp_path / "c", "compressed_tensors")
     assert unlike(tensors, back) == set()
@@ -236,6 +237,15 @@ def test_fp8_of_transformers_as_compressed_tensors(block: tuple[int, int] | None
     assert unlike(made.tensors, shaped) == set()
     assert back.keys() == made.tensors.keys()
     assert config_section(tmp_path / "c")["weight_block_size"] == (None if block is None else list(block))
+
+
+@peers
+def test_notes_say_what_transformers_misreads(tmp_path: Path) -> None:
+    fp8((1, 32), "ue8m0", 3).save(tmp_path / "a")
+    for to, words in (("compressed_tensors", "experts in mxfp8"), ("modelopt", "no reader for files of ModelOpt")):
+        plan = tx.plan(tmp_path / "a", tmp_path / to, to="hf", restate=to)
+        assert any("transformers 5.23" in note and words in note for note in plan.notes), plan.notes
+    assert not any("transformers" in note for note in tx.plan(tmp_path / "a", tmp_path / "b", to="hf").notes)
 
 
 @peers

@@ -53,6 +53,7 @@ from transaxle.encodings.conventions.scheme import (
     MXFP4_METHOD,
     PACK_QUANTIZED,
     SECTION,
+    WEIGHT_ONLY_NVFP4,
     Modules,
     compressed_modules,
     transformers_modules,
@@ -340,11 +341,12 @@ class _SectionWriter:
         self._relist(section, "exclude_modules" if "exclude_modules" in section else "ignore", _WILDCARD)
         if self.source is not None:
             yield section
-        kinds = {
-            name: modules for kind, modules in self._kinds().items() for name in ALGORITHMS if ALGORITHMS[name] == kind
-        }
+        has_inputs = any(Role.INPUT_SCALE in tensor.parts for tensor in self.encoded.values())
+        unused = WEIGHT_ONLY_NVFP4 if has_inputs else ALGORITHM_NVFP4
+        algorithms = {encoding: name for name, encoding in ALGORITHMS.items() if name != unused}
+        kinds = {algorithms[kind]: modules for kind, modules in self._kinds().items() if kind in algorithms}
         if len(kinds) == 1:
-            size = {"group_size": NVFP4.tile[-1]} if min(kinds) == ALGORITHM_NVFP4 else {}
+            size = {"group_size": NVFP4.tile[-1]} if ALGORITHMS[min(kinds)] == NVFP4 else {}
             yield section | {"quant_algo": min(kinds)} | size
         layers = {module: {"quant_algo": name} for name, modules in kinds.items() for module in modules}
         yield section | {"quant_algo": MIXED, "quantized_layers": layers}

@@ -457,13 +457,16 @@ class _ModelOpt(_ModelOptLayer):
     quantized_layers: dict[str, _ModelOptLayer] | None = None
 
 
-MIXED, ALGORITHM_NVFP4 = "MIXED_PRECISION", "NVFP4"
+MIXED = "MIXED_PRECISION"
+ALGORITHM_NVFP4, WEIGHT_ONLY_NVFP4 = "NVFP4", "W4A16_NVFP4"
+"""ModelOpt's algorithms for nvfp4 weights: with quantized inputs, for which layers have a scale, and without."""
 ALGORITHMS = {
     "FP8": FLOAT8,
     "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
     "FP8_PB_WO": variant(FLOAT8.code, FLOAT8.scale, FLOAT8_BLOCK.tile),
     "MXFP8": MXFP8,
     ALGORITHM_NVFP4: NVFP4,
+    WEIGHT_ONLY_NVFP4: NVFP4,
 }
 """ModelOpt's `quant_algo` -> encoding of the weights."""
 

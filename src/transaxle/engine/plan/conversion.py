@@ -32,12 +32,12 @@ from transaxle.engine.duplicates import affine_steps, plan_checks
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, path_in, routes
 from transaxle.engine.plan.recoding import (
     buffers_of,
+    check_restated,
     choose_to_encode,
     config_notes,
     make_recode,
     note_without_config,
     place_notes,
-    refuse_inexact,
     refuse_reordered,
     rewrite_configs,
     steps_by_file,
@@ -395,9 +395,9 @@ def _translate(
     if any(name.startswith(OPTIMIZER) for name in view.targets):
         misfits += refuse_misplaced_state(checkpoint, view, get_format(form), target_dialect)
         notes = [*notes, *state_notes(checkpoint, view, target_dialect)]
-    misfits.extend(refuse_inexact(checkpoint.container))
-    notes = (*view.notes, *notes, *unread_code_notes(view, names, form, target_dialect))
-    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits], notes
+    inexact, of_restated = check_restated(checkpoint, target_dialect, view)
+    notes = (*view.notes, *notes, *of_restated, *unread_code_notes(view, names, form, target_dialect))
+    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits, *inexact], notes
 
 
 def _outputs(

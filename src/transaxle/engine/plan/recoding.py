@@ -25,6 +25,7 @@ from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target, factors
 from transaxle.axes.notation.family import NumberFormat, Recode
 from transaxle.encodings.conventions.convention import (
+    COMPRESSED_TENSORS,
     CONVENTIONS,
     DEEPSEEK,
     MODELOPT,
@@ -41,7 +42,7 @@ from transaxle.encodings.conventions.convention import (
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
 from transaxle.encodings.conventions.restating import describe_inputs
 from transaxle.encodings.conventions.rewriting import rewrite_config
-from transaxle.encodings.encoding import PLAIN, EncodedTensor, Error, Role
+from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, PLAIN, EncodedTensor, Error, Role
 from transaxle.encodings.value_steps import CASTING, RecodedTensor
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
@@ -204,6 +205,38 @@ def choose_to_encode(
     return names, misfits, notes
 
 
+def check_restated(checkpoint: Checkpoint, target_dialect: str, view: View) -> tuple[list[Refusal], list[str]]:
+    """Return refusals of restated tensors whose values would change, and notes on what transformers reads of the
+    others.
+
+    Args:
+        checkpoint: the source checkpoint.
+        target_dialect: dialect of the target.
+        view: the tensors of the target.
+    """
+    refusals, notes = _refuse_inexact(checkpoint.container), list[str]()
+    label = (checkpoint.dialect if target_dialect == IDENTITY else target_dialect) or ""
+    if not checkpoint.container.recoding.configs or label.partition("@")[0] not in (HUB, MEMORY):
+        return refusals, notes
+    buffers = {stored for tensor in view.encoded.values() for stored in tensor.parts.values()}
+    weights = {name: view.targets[tensor.parts[Role.CODES]] for name, tensor in view.encoded.items()}
+    plain = {name: target for name, target in view.targets.items() if name not in buffers}
+    by_weight = replace(view, targets={**plain, **weights}, encoded={})
+    parts = target_components(checkpoint, None if target_dialect == IDENTITY else by_weight)
+    for encoding, convention in _MISREAD.items():
+        kinds = view.encoded.items()
+        names = [name for name, each in kinds if (each.encoding.name, each.convention) == (encoding, convention)]
+        if names:
+            notes += reader_notes(checkpoint.reading.family, by_weight, encoding, parts, names, label)
+    if any(tensor.convention == MODELOPT for tensor in view.encoded.values()):
+        notes.append("transformers 5.23 has no reader for files of ModelOpt; vLLM, SGLang and TensorRT-LLM have")
+    return refusals, notes
+
+
+_MISREAD = {FLOAT8_BLOCK.name: DEEPSEEK, MXFP8.name: COMPRESSED_TENSORS, NVFP4.name: COMPRESSED_TENSORS}
+"""Name of an encoding -> convention in which transformers misreads some tensors of this encoding."""
+
+
 def steps_by_file(container: Container) -> dict[str, tuple[RecodedTensor, ...]]:
     """Return virtual file -> the steps, in order, that compute the tensor in that file from stored tensors.
 
@@ -296,7 +329,7 @@ def encodings_by_name(view: View, outputs: Iterable[OutputTensor]) -> dict[str, 
     return encoded
 
 
-def refuse_inexact(container: Container) -> list[Refusal]:
+def _refuse_inexact(container: Container) -> list[Refusal]:
     """Return refusals of restated tensors whose values would change; their scales are read, and if necessary codes."""
     checks = container.recoding.checks
     refusals: dict[int, Refusal] = {}

@@ -6,7 +6,7 @@ to know nothing of restating. Buffers whose bytes do not change are read where t
 buffers are computed when they are read, in bounded memory, as virtual files.
 
 Whether a tensor can be restated exactly may depend on its scales, and sometimes on its codes. A plan checks this before
-anything is written (`refuse_inexact`), and a virtual file checks it again when it is read.
+anything is written, and a virtual file checks it again when it is read.
 """
 
 from __future__ import annotations
