@@ -6,10 +6,12 @@ import errno
 import fcntl
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -443,6 +445,24 @@ def test_files_of_another_size_begin_anew(target: Path) -> None:
         assert staging.prepare({A: len(NEW[A]), B: 3}) == {A}
         staging.commit()
     assert held(target) == {A: NEW[A], B: b"\0\0\0"}
+
+
+def test_the_space_that_an_earlier_run_has_taken_counts_as_free(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`st_blocks` counts units of 512 bytes, on every file system."""
+    sizes = {A: 3 << 20, B: 1 << 20}
+    interrupted(target, {name: bytes(size) for name, size in sizes.items()})
+    (folder,) = target.parent.iterdir()
+    taken = sum((folder / name).stat().st_blocks for name in sizes) * 512
+    more = {**sizes, "another": taken + 1 - sum(sizes.values())}
+    for free in (0, 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(total=1 << 30, free=free))
+        with Staging(target, resume=True) as staging:
+            if free:
+                staging.prepare(more)
+                continue
+            with pytest.raises(StorageError, match=f"{taken + 1:,} bytes are needed, {taken:,} are free") as caught:
+                staging.prepare(more)
+            assert caught.value.code == "NO_SPACE"
 
 
 def test_a_run_that_does_not_resume_begins_anew(target: Path) -> None:

@@ -573,8 +573,8 @@ class FileSender:
         return tags
 
     def close(self) -> None:
-        """Cancel the parts that wait to be sent, and wait for the parts that are being sent."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Wait for the parts that are being sent; there are never more of them than senders."""
+        self._pool.shutdown()
         self._open.clear()
 
 
