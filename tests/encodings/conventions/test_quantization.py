@@ -126,7 +126,7 @@ def test_weights_that_are_stored_plain(word: str) -> None:
     ({**FP8, "modules_to_not_convert": ["(a"]}, "UNSUPPORTED", r"missing \)"),
     ({**FP8, "scale_fmt": "e5m2"}, "UNSUPPORTED", "scale_fmt is 'e5m2'; known: float, ue8m0"),
     ({**FP8, "activation_scheme": "none"}, "UNSUPPORTED", "known: dynamic, static"),
-    ({**FP8, "expert_dtype": "fp4"}, "UNSUPPORTED", "expert_dtype is 'fp4'"),
+    ({**FP8, "expert_dtype": "fp6"}, "UNSUPPORTED", "expert_dtype is 'fp6'"),
     ({**FP8, "fmt": "e5m2"}, "UNSUPPORTED", "fmt is 'e5m2'"),
     ({"quant_method": "torchao", "modules_to_not_convert": {}}, "CORRUPT", "modules_to_not_convert"),
     (CT, "CORRUPT", "config_groups"),

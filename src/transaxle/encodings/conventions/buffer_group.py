@@ -260,6 +260,8 @@ class _Finder:
             return
         head, dot, segment = name.rpartition(".")
         for convention in self.conventions:
+            if convention.pair == entry.dtype and self._take_pairs(convention, name, entry):
+                return
             forms = convention.words if entry.dtype == _WORD else convention.eight
             inner = forms[Role.CODES].back(segment) if Role.ZERO in forms else None
             if inner is None:
@@ -269,6 +271,19 @@ class _Finder:
             if candidates:
                 self.take(convention, f"{head}{dot}{inner}", candidates)
                 return
+
+    def _take_pairs(self, convention: Convention, name: str, entry: StoredBuffer) -> bool:
+        """Add a tensor of pairs of 4-bit codes that are stored as integers, if its scales exist; return whether they
+        exist.
+        """
+        head, dot, segment = name.rpartition(".")
+        inner = convention.four[Role.CODES].back(segment)
+        scale = self.entries.get(f"{head}{dot}{convention.four[Role.SCALE](inner)}") if inner else None
+        if inner is None or scale is None or scale.dtype not in _EXPONENTS:
+            return False
+        table_name = f"{head}{dot}{inner}"
+        self.take(convention, table_name, _usual_encodings(convention, entry, scale))
+        return True
 
     def take_codes_without_scales(self, name: str, entry: StoredBuffer) -> None:
         """Add codes without scales as an unquantized tensor, or refuse them if the config or the name requires
@@ -491,7 +506,7 @@ def _exact(
     """Return the encoding with the exact dtypes and tile for these codes and scales, and the tensor's shape in
     elements.
     """
-    if codes not in _code_dtypes(encoding):
+    if codes not in _code_dtypes(convention, encoding):
         message = f"codes of {encoding.name} must be {encoding.code}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
     shape = convention.elements(encoding, codes, packed)
@@ -529,13 +544,13 @@ def _exact(
     return _Misfit("SHAPE_MISMATCH", Role.SCALE, message)
 
 
-def _code_dtypes(encoding: Encoding) -> tuple[str, ...]:
+def _code_dtypes(convention: Convention, encoding: Encoding) -> tuple[str, ...]:
     """Return the dtypes with which the codes of an encoding may be stored."""
     if encoding.code in WORDS:
         return (_WORD,)
     if encoding.is_integer:
         return (encoding.code,)
-    return _EIGHT if encoding.code_bits == 8 else (*_FOUR, encoding.code)
+    return _EIGHT if encoding.code_bits == 8 else (*_FOUR, encoding.code, convention.pair)
 
 
 def _check_integers(
@@ -612,11 +627,12 @@ def _usual_encodings(convention: Convention, codes: StoredBuffer, scale: StoredB
             nvfp4 if NVFP4.name in convention.holds else MXFP4
         ]
     if scale.dtype in _EXPONENTS:
-        return [MXFP8, FLOAT8_BLOCK, *([_MX_COLUMNS] if convention.name == DEEPSEEK else ())]
+        likely = [MXFP8, FLOAT8_BLOCK, *([_MX_COLUMNS] if convention.name == DEEPSEEK else ())]
+        return [encoding for encoding in likely if encoding.name in convention.holds]
     if convention.name == DEEPSEEK:
         likely = [FLOAT8, FLOAT8_BLOCK] if len(scale.shape) < len(codes.shape) else [FLOAT8_BLOCK, FLOAT8]
         return [*likely, *_LINES]
-    return [FLOAT8, CHANNEL, FLOAT8_BLOCK]
+    return [encoding for encoding in (FLOAT8, CHANNEL, FLOAT8_BLOCK) if encoding.name in convention.holds]
 
 
 def _tile_of(convention: Convention, tile: Shape, shape: Shape, scale: Shape) -> Shape | None:

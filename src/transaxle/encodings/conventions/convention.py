@@ -33,6 +33,8 @@ WEIGHT = "weight"
 """Last name segment of a linear layer's weight, from which the names of its buffers are formed."""
 
 DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS = "deepseek", "compressed_tensors", "gpt_oss"
+DEEPSEEK_V4 = "deepseek_v4"
+"""Name of the convention of DeepSeek-V4's files: exponents named `scale`, and experts in mxfp4."""
 TORCHAO, MODELOPT, BITSANDBYTES = "torchao", "modelopt", "bitsandbytes"
 TE, TE_HALVED = "te", "te_256"
 """Names of TransformerEngine's convention, and of its nvfp4 variant with block scales up to 256 (`nvfp4_e4m3_max`)."""
@@ -132,6 +134,8 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
     """
     whole_blocks: bool = True
     """Whether packed rows always consist of whole blocks; in training checkpoints the last block may be shorter."""
+    pair: str = _BYTES
+    """Dtype with which two 4-bit codes are stored, as a safetensors code."""
     flat_rows: bool = False
     """Whether the scales of rows are stored with the shape `[M]` instead of `[M, 1]`."""
 
@@ -244,7 +248,7 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         if encoding.code in WORDS:
             return _WORD, (*shape[:-1], shape[-1] // unit)
         packed_dims = (shape[-1] // self.block, self.block // _PAIR) if self.block else (shape[-1] // _PAIR,)
-        return _BYTES, (*shape[:-1], *packed_dims)
+        return self.pair, (*shape[:-1], *packed_dims)
 
     def factor(self, stored: float, encoding: Encoding) -> float:
         """Return the number by which `code x scale` is multiplied, in double precision, if `stored` is the per-tensor
@@ -293,6 +297,14 @@ _ALL = (
         },
         holds=_SCALES_OF_FP8,
         writes=_SCALES_OF_FP8,
+    ),
+    Convention(
+        DEEPSEEK_V4,
+        eight={Role.CODES: _suffix(""), Role.SCALE: NameForm("scale", "{}_scale")},
+        four={Role.CODES: _suffix(""), Role.SCALE: NameForm("scale", "{}_scale")},
+        holds=frozenset({"float8_block", "mxfp4"}),
+        writes=frozenset({"float8_block", "mxfp4"}),
+        pair="I8",
     ),
     Convention(
         COMPRESSED_TENSORS,

@@ -18,6 +18,8 @@ from transaxle.encodings.conventions.linear_regex import PatternError
 from transaxle.encodings.conventions.scheme import (
     CACHE,
     COMPRESSED,
+    EXPERT_DTYPE,
+    FP8,
     GROUPS,
     METHOD,
     METHODS,
@@ -162,6 +164,8 @@ def read(
         method_text = repr(method) if METHOD in section else "missing"
         message = f"{location}.{METHOD} is {method_text}; known: {', '.join(METHODS)}"
         raise refuse("UNSUPPORTED", message, file=file, hint="To move the files as they are, give no dialect.")
+    if method == FP8:
+        section = _with_expert_dtype(config or {}, path, section)
     try:
         return Quantization(
             method, METHODS[method](section, location), tuple(path for path, _ in sections), section, file
@@ -187,6 +191,17 @@ def quantization_sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ..
         if value is not None:
             sections.append((path, value))
     return sections
+
+
+def _with_expert_dtype(
+    config: Mapping[str, Any], path: tuple[str, ...], section: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return a section with the format of the experts, which DeepSeek-V4 states beside its section."""
+    for key in path[:-1]:
+        config = config[key]
+    if EXPERT_DTYPE in section or config.get(EXPERT_DTYPE) is None:
+        return section
+    return {**section, EXPERT_DTYPE: config[EXPERT_DTYPE]}
 
 
 def _method(section: Mapping[str, Any], path: tuple[str, ...]) -> str:

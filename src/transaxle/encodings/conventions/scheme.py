@@ -24,6 +24,7 @@ import msgspec
 from transaxle.encodings.conventions.convention import (
     COMPRESSED_TENSORS,
     DEEPSEEK,
+    DEEPSEEK_V4,
     GPT_OSS,
     MODELOPT,
     PACKED_BYTES,
@@ -129,6 +130,8 @@ METHOD = "quant_method"
 """Key of the quantization method inside the section."""
 GROUPS = "config_groups"
 """Key of the groups of modules inside a section of compressed-tensors."""
+EXPERT_DTYPE = "expert_dtype"
+"""Key of the format of routed experts inside a section of the method `fp8`, or beside it."""
 LINEAR = "Linear"
 """Class name that groups in a compressed-tensors section usually target."""
 FP8, COMPRESSED = "fp8", "compressed-tensors"
@@ -210,6 +213,10 @@ class Scheme(msgspec.Struct, frozen=True):
     """Modules whose weights are not quantized."""
 
 
+_EXPERTS = r"re:(?:.*\.)?experts(?:\..*)?$"
+"""Entry of a module list that matches the routed experts of all layers, numbered or stacked."""
+
+
 class _Fp8(msgspec.Struct):
     """Fields of transformers' `FineGrainedFP8Config`; without a block size, each tensor has one scale."""
 
@@ -226,7 +233,7 @@ def _fp8(section: Mapping[str, Any], location: str) -> Scheme:
     fields = _fields(section, _Fp8, location, FP8)
     _check_known(fields.activation_scheme.lower(), ("dynamic", "static"), f"{location}.activation_scheme")
     _check_known(fields.scale_fmt or "float", ("float", "ue8m0"), f"{location}.scale_fmt")
-    _check_known(fields.expert_dtype, ("fp8",), f"{location}.expert_dtype")
+    _check_known(fields.expert_dtype, ("fp8", "fp4"), f"{location}.{EXPERT_DTYPE}")
     _check_known(fields.fmt, ("e4m3", "float8_e4m3fn"), f"{location}.fmt")
     listed = fields.ignored_layers if fields.modules_to_not_convert is None else fields.modules_to_not_convert
     if fields.weight_block_size is None:
@@ -234,7 +241,10 @@ def _fp8(section: Mapping[str, Any], location: str) -> Scheme:
     else:
         exponents = fields.scale_fmt == "ue8m0" and fields.weight_block_size == MXFP8.tile
         encoding = variant(FLOAT8.code, _E8M0 if exponents else FLOAT8.scale, fields.weight_block_size)
-    return Scheme((DEEPSEEK, MODELOPT), (ModuleGroup(encoding, None),), transformers_modules(listed or ()))
+    groups: tuple[ModuleGroup, ...] = (ModuleGroup(encoding, None),)
+    if fields.expert_dtype == "fp4":
+        groups = (ModuleGroup(MXFP4, compressed_modules([_EXPERTS])), *groups)
+    return Scheme((DEEPSEEK, MODELOPT, DEEPSEEK_V4), groups, transformers_modules(listed or ()))
 
 
 class _Mxfp4(msgspec.Struct):
