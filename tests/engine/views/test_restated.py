@@ -200,6 +200,49 @@ def test_modelopt_reads_what_compressed_tensors_wrote(tmp_path: Path) -> None:
 
 
 @peers
+@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "NVFP4A16"])
+def test_torchao_s_own_loader_reads_what_was_restated(name: str, tmp_path: Path) -> None:
+    """`unflatten_tensor_state_dict` builds its tensors from our headers, and dequantizes them to the peer's values."""
+    from safetensors import safe_open
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    source, made = preset(name, tmp_path)
+    there = restate(source, tmp_path / "out", "torchao")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    built, rest = unflatten_tensor_state_dict(there, metadata)
+    assert rest == {}
+    plain = {
+        each for each in made.tensors if not any(each.startswith(head.removesuffix("weight")) for head in made.values)
+    }
+    assert built.keys() == plain | made.values.keys()
+    with tx.open(source, decode="bf16") as checkpoint:
+        for each in made.values:
+            expected = torch.from_numpy(checkpoint[each].read().view(np.int16)).view(torch.bfloat16)
+            assert torch.equal(built[each].dequantize(torch.bfloat16), expected), each
+    written = TorchAoConfig.from_dict(config_section(tmp_path / "out"))
+    assert type(written.quant_type).__name__ == ("NVFP4WeightOnlyConfig" if "NV" in name else "Float8WeightOnlyConfig")
+    assert "lm_head" in written.modules_to_not_convert
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for each in made.values:
+            loaded = model.state_dict()[each].dequantize(torch.bfloat16)
+            assert torch.equal(loaded, built[each].dequantize(torch.bfloat16)), each
+    back = restate(tmp_path / "out", tmp_path / "back", "compressed_tensors")
+    assert all("global_scale" in each for each in unlike(made.tensors, back))
+    (refusal,) = tx.plan(source, tmp_path / "x", to="dcp", restate="torchao").refusals
+    assert "--to safetensors:identity" in refusal.hint
+
+
+@peers
+def test_what_torchao_has_no_config_for_is_refused(tmp_path: Path) -> None:
+    source, _ = preset("MXFP8", tmp_path)
+    with pytest.raises(Refused, match="mxfp8 cannot be stored in the convention torchao"):
+        tx.open(source, restate="torchao")
+
+
+@peers
 def test_scales_of_inputs_change_with_their_meaning(tmp_path: Path) -> None:
     """ModelOpt stores a factor, compressed-tensors a divisor; for codes of eight bits both store a factor."""
     tensors = nvfp4(300.0) | {f"{Q}.input_global_scale": torch.tensor([20.0])}

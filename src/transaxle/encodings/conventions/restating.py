@@ -28,6 +28,7 @@ from transaxle.encodings.conventions.convention import (
     GPT_OSS,
     MODELOPT,
     TE,
+    TORCHAO,
     Convention,
     GlobalMeaning,
     products_under,
@@ -43,7 +44,7 @@ from transaxle.encodings.conventions.scheme import (
     MODELOPT_METHOD,
     SECTION,
 )
-from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
 from transaxle.errors import refuse
 
 TRANSFORMERS_FP8 = "transformers_fp8"
@@ -51,7 +52,8 @@ TRANSFORMERS_FP8 = "transformers_fp8"
 BF16 = "bf16"
 """Target of restating for which tensors are decoded, and refused if a value is not exact in this dtype."""
 RESTATED_CONVENTIONS: Mapping[str, str] = MappingProxyType(
-    {name: name for name in (COMPRESSED_TENSORS, MODELOPT, DEEPSEEK, GPT_OSS, TE)} | {TRANSFORMERS_FP8: DEEPSEEK}
+    {name: name for name in (COMPRESSED_TENSORS, MODELOPT, DEEPSEEK, GPT_OSS, TE, TORCHAO)}
+    | {TRANSFORMERS_FP8: DEEPSEEK}
 )
 """Target of restating -> convention in which the tensors are stored."""
 RECODINGS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -292,8 +294,19 @@ def _describes(weights: Mapping[str, Any], encoding: Encoding) -> bool:
     return tile == (1, weights.get("group_size"))
 
 
+_OF_TORCHAO = ((WHOLE, WHOLE), (1, WHOLE))
+"""Tiles of float8 weights that a configuration object of torchao describes."""
+
+
+def can_store(convention: Convention, encoding: Encoding) -> bool:
+    """Return whether tensors of an encoding can be restated in a convention."""
+    if convention.name != TORCHAO:
+        return encoding.name in convention.writes
+    return encoding.has_global or (encoding.name == FLOAT8.name and encoding.tile in _OF_TORCHAO)
+
+
 def conventions_with(encoding: Encoding) -> Iterator[str]:
     """Yield the targets of restating in which tensors of an encoding can be stored."""
     for target, name in RESTATED_CONVENTIONS.items():
-        if encoding.name in CONVENTIONS[name].writes:
+        if can_store(CONVENTIONS[name], encoding):
             yield target

@@ -26,6 +26,7 @@ from transaxle.encodings.conventions.convention import (
     DEEPSEEK,
     GPT_OSS,
     MODELOPT,
+    TORCHAO,
     WORDS,
     Shape,
 )
@@ -53,12 +54,14 @@ from transaxle.encodings.conventions.scheme import (
     MXFP4_METHOD,
     PACK_QUANTIZED,
     SECTION,
+    TORCHAO_METHOD,
     WEIGHT_ONLY_NVFP4,
     Modules,
     compressed_modules,
     transformers_modules,
     wildcard_modules,
 )
+from transaxle.encodings.conventions.torchao_convention import describe_weights
 from transaxle.encodings.encoding import (
     FLOAT8,
     FLOAT8_BLOCK,
@@ -73,7 +76,13 @@ from transaxle.encodings.encoding import (
 )
 from transaxle.errors import TransaxleError, refuse
 
-_METHODS = {DEEPSEEK: FP8, COMPRESSED_TENSORS: COMPRESSED, GPT_OSS: MXFP4_METHOD, MODELOPT: MODELOPT_METHOD}
+_METHODS = {
+    TORCHAO: TORCHAO_METHOD,
+    DEEPSEEK: FP8,
+    COMPRESSED_TENSORS: COMPRESSED,
+    GPT_OSS: MXFP4_METHOD,
+    MODELOPT: MODELOPT_METHOD,
+}
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -132,7 +141,7 @@ def rewrite_config(
         section = quantization.without_weights
     else:
         described = quantization if not own_method or _has_method(quantization, encoded) else None
-        section = _SectionWriter(described, encoded, plain, decoded, renamed, in_memory).section()
+        section = _SectionWriter(described, encoded, plain, decoded, renamed, in_memory).section(in_headers=own_method)
     for path in paths:
         _put(result, path, section)
     return result
@@ -243,15 +252,20 @@ class _SectionWriter:
             message = f"{SECTION} says how plain weights are used, and cannot also say that some are {self.method}"
             raise refuse("UNSUPPORTED", message, file=CONFIG, hint="Remove the section if it is left over.")
 
-    def section(self) -> Section:
-        """Return the quantization section to write into the config."""
+    def section(self, *, in_headers: bool) -> Section:
+        """Return the quantization section to write into the config.
+
+        Args:
+            in_headers: whether headers of files describe the tensors, if the section alone does not.
+        """
         makers = {
             FP8: self._fp8,
             COMPRESSED: self._compressed_sections,
             MXFP4_METHOD: self._mxfp4,
             MODELOPT_METHOD: self._modelopt,
+            TORCHAO_METHOD: self._torchao,
         }
-        if self.method not in makers:
+        if self.method not in makers or (self.method == TORCHAO_METHOD and not in_headers):
             message = (
                 f"tensors in the convention {next(iter(self.encoded.values())).convention} can be read, but not written"
             )
@@ -275,6 +289,8 @@ class _SectionWriter:
             return False
         if reread is None:
             return False
+        if reread.method == TORCHAO_METHOD:  # the headers of the files describe the tensors
+            return not any(module in reread.scheme.ignored for module in self.modules)
         for name, tensor in self.encoded.items():  # `group` does not compare the width of codes with the config
             if tensor.encoding.code_bits not in {each.code_bits for each in reread.encodings(module_of(name))}:
                 return False
@@ -350,6 +366,12 @@ class _SectionWriter:
             yield section | {"quant_algo": min(kinds)} | size
         layers = {module: {"quant_algo": name} for name, modules in kinds.items() for module in modules}
         yield section | {"quant_algo": MIXED, "quantized_layers": layers}
+
+    def _torchao(self) -> Iterator[Section]:
+        self._relist(self.old, _NOT_CONVERTED, _TRANSFORMERS)
+        kinds = list(self._kinds())
+        if len(kinds) == 1:
+            yield self.old | {"quant_type": {"default": describe_weights(kinds[0])}}
 
     def _relist(self, section: Section, key: str, listing: _ModuleListing) -> None:
         """Change the section's list of unquantized modules so that it matches the unquantized tensors."""

@@ -1,4 +1,4 @@
-"""Reads the descriptions of torchao's quantized tensors in the header of a safetensors file.
+"""Reads and writes the descriptions of torchao's quantized tensors in the header of a safetensors file.
 
 Torchao stores each quantized tensor as several plain tensors, such as `X._weight_qdata` and `X._weight_scale`. Under
 the name `X.weight`, the header's metadata has a JSON text with the tensor's class, its attributes and the names of the
@@ -9,14 +9,15 @@ the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from transaxle.encodings.conventions.scheme import Positive, variant
-from transaxle.encodings.encoding import MXFP4, MXFP8, NVFP4, WHOLE, Encoding
+from transaxle.encodings.encoding import MXFP4, MXFP8, NVFP4, WHOLE, Encoding, Wide
 from transaxle.errors import Code, Refusal, Where
 
 NAMES = "tensor_names"
@@ -147,6 +148,51 @@ def find_swizzled(metadata: Mapping[str, object]) -> Mapping[str, SwizzledTensor
     return tensors
 
 
+def describe_tensor(
+    encoding: Encoding, shape: tuple[int, ...], parts: Iterable[str], name: str, dtype: Wide
+) -> dict[str, Any]:
+    """Return the description of a quantized tensor, as torchao 0.18 writes it into the header as a JSON text.
+
+    Args:
+        encoding: encoding of the tensor: float8 or nvfp4.
+        shape: shape of the tensor, in elements.
+        parts: stored names of the tensor's buffers.
+        name: name of the tensor.
+        dtype: safetensors code of the dtype of decoded values.
+    """
+    head, dot, segment = name.rpartition(".")
+    prefix, values = f"{head}{dot}_{segment}_", {"_type": _DTYPE, "_data": _DTYPE_NAMES[dtype]}
+    data: dict[str, Any]
+    if encoding.has_global:
+        data = {_SWIZZLED: False, "use_triton_kernel": False, "act_quant_kwargs": None}
+        data |= {"block_size": encoding.tile[-1], "orig_dtype": values}
+    else:
+        preference = {"_type": "KernelPreference", "_data": "AUTO"}
+        data = {"block_size": list(encoding.tiles(shape)), "mm_config": None, "act_quant_kwargs": None}
+        data |= {"kernel_preference": preference, "dtype": values}
+    names = sorted((part.removeprefix(prefix) for part in parts), key=_PART_ORDER.index)
+    return {"_type": "NVFP4Tensor" if encoding.has_global else "Float8Tensor", _DATA: data, "_tensor_data_names": names}
+
+
+PLAIN_TENSOR: Mapping[str, str] = MappingProxyType({"_type": _PLAIN})
+"""Description of a tensor that is not quantized."""
+
+
+def describe_weights(encoding: Encoding) -> dict[str, Any]:
+    """Return the configuration object of torchao 0.18 for weights of an encoding, as it is in a model's config."""
+    if encoding.has_global:
+        return {"_type": "NVFP4WeightOnlyConfig", "_version": 1, _DATA: {"use_dynamic_per_tensor_scale": True}}
+    row = encoding.tile == (1, WHOLE)
+    granularity = {"_type": "PerRow", "_version": 1, _DATA: {"dim": -1}}
+    whole = {"_type": "PerTensor", "_version": 1, _DATA: {}}
+    data = {"weight_dtype": {"_type": _DTYPE, _DATA: "float8_e4m3fn"}, "set_inductor_config": True}
+    return {
+        "_type": "Float8WeightOnlyConfig",
+        "_version": 2,
+        _DATA: {**data, "granularity": granularity if row else whole},
+    }
+
+
 def _read_note(name: str, text: object) -> TensorDescription | None:
     """Read the description of one tensor; the result is None if the tensor is not quantized."""
     if text is None:
@@ -216,10 +262,12 @@ def _compact(find_swizzled: bool) -> None:
 
 
 _GLOBAL = "per_tensor_scale"
+_DTYPE_NAMES: Mapping[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _SWIZZLED = "is_swizzled_scales"
 _DATA = "_data"
 _BUFFERS = ("qdata", "scale")
-_PARTS = frozenset({*_BUFFERS, _GLOBAL, "act_per_tensor_scale"})
+_PART_ORDER = (_GLOBAL, "act_per_tensor_scale", *_BUFFERS)
+_PARTS = frozenset(_PART_ORDER)
 """Buffers that this module reads, or may skip because they affect only the quantization of a layer's inputs."""
 _ATTRIBUTES = frozenset({
     "act_quant_kwargs", "block_size", "dtype", "elem_dtype", _SWIZZLED, "kernel_preference", "mm_config", "orig_dtype",

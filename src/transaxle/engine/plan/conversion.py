@@ -395,7 +395,7 @@ def _translate(
     if any(name.startswith(OPTIMIZER) for name in view.targets):
         misfits += refuse_misplaced_state(checkpoint, view, get_format(form), target_dialect)
         notes = [*notes, *state_notes(checkpoint, view, target_dialect)]
-    inexact, of_restated = check_restated(checkpoint, target_dialect, view)
+    inexact, of_restated = check_restated(checkpoint, to, view)
     notes = (*view.notes, *notes, *of_restated, *unread_code_notes(view, names, form, target_dialect))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits, *inexact], notes
 

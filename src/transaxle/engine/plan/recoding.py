@@ -205,16 +205,22 @@ def choose_to_encode(
     return names, misfits, notes
 
 
-def check_restated(checkpoint: Checkpoint, target_dialect: str, view: View) -> tuple[list[Refusal], list[str]]:
+def check_restated(checkpoint: Checkpoint, to: tuple[str, str], view: View) -> tuple[list[Refusal], list[str]]:
     """Return refusals of restated tensors whose values would change, and notes on what transformers reads of the
     others.
 
     Args:
         checkpoint: the source checkpoint.
-        target_dialect: dialect of the target.
+        to: file format and dialect of the target.
         view: the tensors of the target.
     """
+    form, target_dialect = to
     refusals, notes = _refuse_inexact(checkpoint.container), list[str]()
+    if (form, target_dialect) != (SAFETENSORS.name, IDENTITY) and checkpoint.container.recoding.described:
+        message = (
+            "the headers of safetensors files describe torchao's tensors under the names that they have in the source"
+        )
+        refusals.append(Refusal("UNSUPPORTED", message, hint=f"Keep the names:  --to {SAFETENSORS.name}:{IDENTITY}."))
     label = (checkpoint.dialect if target_dialect == IDENTITY else target_dialect) or ""
     if not checkpoint.container.recoding.configs or label.partition("@")[0] not in (HUB, MEMORY):
         return refusals, notes

@@ -32,6 +32,7 @@ from transaxle.encodings.conventions.convention import (
     PREFERRED,
     TE,
     TE_NOTE,
+    TORCHAO,
     Convention,
     Shape,
     training_only,
@@ -42,6 +43,7 @@ from transaxle.encodings.conventions.restating import (
     RECODINGS,
     RESTATED_CONVENTIONS,
     RestatedNumbers,
+    can_store,
     conventions_with,
     encoding_in,
     input_meaning,
@@ -50,6 +52,7 @@ from transaxle.encodings.conventions.restating import (
     restate_inputs,
 )
 from transaxle.encodings.conventions.rewriting import rewrite_config, without_quantization
+from transaxle.encodings.conventions.torchao_convention import NAMES, PLAIN_TENSOR, describe_tensor
 from transaxle.encodings.encoding import (
     ENCODINGS,
     FLOAT8_BLOCK,
@@ -58,6 +61,7 @@ from transaxle.encodings.encoding import (
     EncodedTensor,
     Encoding,
     Role,
+    Wide,
 )
 from transaxle.engine.source import Source, redescribe
 from transaxle.engine.views.decoded import Decoder, RowMajorBytes, with_decoded, without_notes
@@ -78,7 +82,9 @@ _BAND = 1 << 18
 """Number of bytes of a buffer that are computed at once."""
 _E8M0_NAN = 255
 _E5M2 = "F8_E5M2"
-_CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_MATRIX, _OF_LINEAR = 2, ".weight"
+"""Number of dims, and end of the name, of the weight of a linear layer."""
+_CONFIG_DTYPES: Mapping[str, Wide] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CACHED = 64
 """Number of rows of tiles whose scales are cached."""
 _LEAVE = "Leave the tensors in their convention (omit --restate), or write decoded values:  --decode bf16."
@@ -482,7 +488,10 @@ class _Restating:
         user_config = None if self._user_config is None else self._rewrite(self._user_config, container)
         container = self._with_config(container)
         config = _read_config(container) if user_config is None else user_config
-        if catalog(container, config, None).encoded != self._encoded:
+        shown = catalog(container, config, None).encoded
+        if {name: tensor.parts for name, tensor in shown.items()} != {
+            name: tensor.parts for name, tensor in self._encoded.items()
+        }:
             message = "without a config, the names of its tensors would not show how they are encoded"
             hint = "Give the model's config with --config FILE."
             raise refuse("UNSUPPORTED", f"{self._to}: {message}", file=self._container.path, hint=hint)
@@ -509,10 +518,13 @@ class _Restating:
         name, where = tensor.encoding.name, tensor.name
         if self._to in RESTATED_CONVENTIONS:
             target = CONVENTIONS[RESTATED_CONVENTIONS[self._to]]
-            if name not in target.writes:
+            if not can_store(target, tensor.encoding):
                 message = f"{name} cannot be stored in the convention {target.name}"
                 hint = f"Conventions with {name}: {', '.join(conventions_with(tensor.encoding))}."
                 raise refuse("UNSUPPORTED", message, tensor=where, hint=hint)
+            if target.name == TORCHAO and (len(tensor.shape) != _MATRIX or not tensor.name.endswith(_OF_LINEAR)):
+                message = "torchao describes weights of linear layers only"
+                raise refuse("UNSUPPORTED", message, tensor=where, hint=_LEAVE)
             if tensor.encoding.code == _E5M2:
                 message = f"codes of {tensor.encoding.code}: the config of {target.name} cannot describe them"
                 raise refuse("UNSUPPORTED", message, tensor=where, hint=_LEAVE)
@@ -565,6 +577,8 @@ class _Restating:
         dtype = None
         if role not in new.computed and role in stored.tensor.parts and role is not Role.CODES:
             dtype = stored.entry(role).dtype
+        if role is Role.SCALE and target.name == TORCHAO:
+            return dtype or new.encoding.scale, new.encoding.grid(stored.tensor.shape)
         exponents = dtype in ("U8", MXFP8.scale)
         return target.presented(new.encoding, stored.tensor.shape, role, None if exponents else dtype)
 
@@ -603,6 +617,8 @@ class _Restating:
                 entries[shown_entry.name] = shown_entry
         metadata = without_notes(container.metadata, {tensor.name for tensor in changed})
         metadata.pop(TE_NOTE, None)
+        if any(tensor.convention == TORCHAO for tensor in self._encoded.values()):
+            metadata |= self._torchao_notes(entries)
         renamed = {old: new for old, new in new_names.items() if new is not None}
         training_entries = {name: container.entries[name] for name in training}
         encodings = {tensor.encoding.name: self._encoded[tensor.name].encoding.name for tensor in changed}
@@ -611,6 +627,7 @@ class _Restating:
             checks=(*container.recoding.checks, *self._checks),
             encodings={old: new for old, new in encodings.items() if old != new},
             notes=(*container.recoding.notes, *self._notes(changed)),
+            described=RESTATED_CONVENTIONS.get(self._to) == TORCHAO,
         )
         return structs.replace(
             container,
@@ -622,6 +639,15 @@ class _Restating:
             whole=None if container.whole is None else frozenset(renamed.get(name, name) for name in container.whole),
             spreads={renamed.get(name, name): spread for name, spread in container.spreads.items()},
         )
+
+    def _torchao_notes(self, entries: Mapping[str, Entry]) -> dict[str, str]:
+        """Return torchao's descriptions of all tensors, for the headers of the files."""
+        parts = {stored for tensor in self._encoded.values() for stored in tensor.parts.values()}
+        notes: dict[str, Any] = {name: dict(PLAIN_TENSOR) for name in entries if name not in parts}
+        for tensor in self._encoded.values():
+            stored = tensor.parts.values()
+            notes[tensor.name] = describe_tensor(tensor.encoding, tensor.shape, stored, tensor.name, self._dtype)
+        return {NAMES: json.dumps(list(notes)), **{name: json.dumps(note) for name, note in notes.items()}}
 
     def _notes(self, changed: Sequence[EncodedTensor]) -> Iterator[str]:
         kinds: dict[tuple[str, str], int] = {}
@@ -679,7 +705,7 @@ def _read_config(container: Container) -> Config:
     return config
 
 
-def _dtype_of_model(config: Config) -> str:
+def _dtype_of_model(config: Config) -> Wide:
     """Return the dtype in which values are compared: the dtype of the model according to its config, or BF16."""
     for section in (config, *(config.get(key) or {} for key in NESTED)):
         for key in ("dtype", "torch_dtype"):
