@@ -75,8 +75,14 @@ def built(model_type: str) -> list[Any]:
     from transaxle.errors import TransaxleError
 
     try:
-        found = [model for model, _ in variants(Peer(), model_type, numbers=range(VARIANTS))]
-        return [*found[-1:], *(model for model, _ in variants(Peer(), model_type, numbers=(PROPORTIONED,)))]
+        # The first one chooses the class of the others.
+        found = [(model, number) for model, number in variants(Peer(), model_type, numbers=(0, VARIANTS - 1))]
+        if [number for _, number in found] != [0, VARIANTS - 1]:
+            found = list(variants(Peer(), model_type, numbers=range(VARIANTS)))
+        return [
+            *(model for model, _ in found[-1:]),
+            *(model for model, _ in variants(Peer(), model_type, numbers=(PROPORTIONED,))),
+        ]
     except TransaxleError:  # no class of models has such a config
         return []
 

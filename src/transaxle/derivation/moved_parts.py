@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -143,14 +144,23 @@ def _shares(digits: list[Digit], shape: Shape, first: int, side: str) -> tuple[D
     return tuple(shares)
 
 
-def moves(trace: Trace) -> list[PartMove]:
+_MOVES: WeakKeyDictionary[Trace, tuple[PartMove, ...]] = WeakKeyDictionary()
+"""The moves of traces that are still in use: a derivation may be tried several times with the same traces."""
+
+
+def moves(trace: Trace) -> tuple[PartMove, ...]:
     """Return all moves in a trace: the common elements of each pair of tensors, one in the hub and one in memory.
 
     Raises:
         Underivable: if no loops of equal steps describe a tensor's elements; the message names the tensor.
     """
+    if trace not in _MOVES:
+        _MOVES[trace] = tuple(_find_moves(trace))
+    return _MOVES[trace]
+
+
+def _find_moves(trace: Trace) -> Iterator[PartMove]:
     owners, positions, names = _places(trace)
-    result: list[PartMove] = []
     covered = np.zeros(len(owners), bool)
     for name, numbers in trace.hub.items():
         flat = numbers.ravel()
@@ -160,13 +170,13 @@ def moves(trace: Trace) -> list[PartMove]:
         covered[flat] = True
         if len(flat) and owner_numbers.min() < 0:
             raise Underivable(f"{name} has values that the other dialect does not have")
-        for owner in np.unique(owner_numbers):
-            at = np.nonzero(owner_numbers == owner)[0]
+        is_whole = len(flat) > 0 and bool((owner_numbers == owner_numbers[0]).all())
+        for owner in owner_numbers[:1] if is_whole else np.unique(owner_numbers):
+            at = np.arange(len(flat)) if is_whole else np.nonzero(owner_numbers == owner)[0]
             try:
-                result.append(_move((name, names[owner]), at, positions[flat[at]], trace))
+                yield _move((name, names[owner]), at, positions[flat[at]], trace)
             except Underivable as reason:
                 raise Underivable(f"{name} -> {names[owner]}: {reason}") from None
-    return result
 
 
 def _move(names: tuple[str, str], hub: Positions, memory: Positions, trace: Trace) -> PartMove:

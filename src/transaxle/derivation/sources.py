@@ -219,22 +219,32 @@ _LISTED_NAMES = 3
 """Maximum number of tensor names that the text of one problem lists."""
 
 
-def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
-    """Convert the tensors of a trace with a table, in both directions, and compare the results with the converter's.
+def prove(text: str, traces: Sequence[Trace], labels: Labels) -> tuple[str, ...]:
+    """Convert the tensors of traces with a table, in both directions, and compare the results with the converter's.
 
     Args:
         text: text of the table of mapping rules.
-        trace: a run of the converter, preferably a run from which the table was not derived.
+        traces: runs of the converter, preferably first one from which the table was not derived.
         labels: names of the family and its dialects.
 
     Returns:
-        The problems found; an empty list means that the results are exact in both directions.
+        The problems of the first trace that disproves the table; an empty list means that the results are exact in both
+        directions.
     """
+    with tempfile.TemporaryDirectory(prefix="transaxle-proof-") as scratch:
+        rules = Path(scratch, "table.rules")  # one file for all traces, so that it is parsed once
+        rules.write_text(text, "utf-8")
+        for trace in traces:
+            problems = _prove_trace(rules, trace, labels)
+            if problems:
+                return problems
+    return ()
+
+
+def _prove_trace(rules: Path, trace: Trace, labels: Labels) -> tuple[str, ...]:
     sides = [_tensors(trace.hub, trace), _tensors(trace.memory, trace)]
     problems = []
     with tempfile.TemporaryDirectory(prefix="transaxle-proof-") as scratch:
-        rules = Path(scratch, "table.rules")
-        rules.write_text(text, "utf-8")
         for source, target in ((0, 1), (1, 0)):
             folder = Path(scratch, f"from-{source}")
             folder.mkdir()
@@ -297,7 +307,7 @@ def _same(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> bool:
 def _tensors(numbers: Arrays, trace: Trace) -> dict[str, npt.NDArray[Any]]:
     """Return element numbers as tensors of a 32-bit dtype, which represents all these numbers exactly."""
     flags = {name: np.zeros(shape, np.bool_) for name, shape in trace.unnumbered.items()}
-    return {**{name: np.array(each, np.int32, order="C") for name, each in numbers.items()}, **flags}
+    return {**{name: np.asarray(each, np.int32, order="C") for name, each in numbers.items()}, **flags}
 
 
 def _convert(folder: Path, out: Path, rules: Path, labels: Labels, source: int, target: int) -> Arrays:
@@ -530,9 +540,8 @@ class _ProvedDerivation:
             every += tuple(make_more())
         for proof_number in range(last, 0, -1):
             for sparse in (False, True):
-                table = self._one(
-                    (*every[:proof_number], *every[proof_number + 1 :]), (every[proof_number], *every), sparse=sparse
-                )
+                others = (*every[:proof_number], *every[proof_number + 1 :])
+                table = self._one(others, (every[proof_number], *others), sparse=sparse)
                 if table is not None:
                     return table
         assert self.reason is not None
@@ -554,10 +563,9 @@ class _ProvedDerivation:
         Raises:
             Underivable: if the table is disproved.
         """
-        for trace in traces:
-            problems = prove(table.text, trace, self.labels)
-            if problems:
-                raise _disproof("a config of other sizes", problems)
+        problems = prove(table.text, traces, self.labels)
+        if problems:
+            raise _disproof("a config of other sizes", problems)
         problems = misfits(table.text, self.real, self.config, self.labels)
         if problems:
             raise _disproof("the config that was given", problems)
@@ -644,10 +652,10 @@ def _derive_and_prove(traces: Sequence[Trace], labels: Labels) -> Table:
     )
     last = len(traces) > 1
     table = derive(traces[:-1] if last else traces, labels)
-    problems = prove(table.text, traces[-1], labels)
+    problems = prove(table.text, traces[-1:], labels)
     if problems and last:
         table, problems = derive(traces, labels), ()
-        problems = prove(table.text, traces[-1], labels)
+        problems = prove(table.text, traces[-1:], labels)
         last = False
     if problems:
         raise Underivable("the derived table does not do what the converter did: " + "; ".join(problems))

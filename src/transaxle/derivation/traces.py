@@ -58,9 +58,12 @@ class Underivable(Exception):
         self.hint = hint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
-    """The tensors before and after one run of a converter, whose values are element numbers."""
+    """The tensors before and after one run of a converter, whose values are element numbers.
+
+    Traces are compared by identity: several derivations from one trace share what they compute of it.
+    """
 
     hub: Mapping[str, Numbers]
     """Tensor name -> tensor, for the converter's output, in the first dialect."""

@@ -12,12 +12,14 @@ The tensors of a folder are read by the safetensors library, independently of Tr
 
 from __future__ import annotations
 
+import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
@@ -158,6 +160,8 @@ models.
 """
 _BASE = EXACT["float32"]
 """Number of distinct element numbers in one pass: models are traced in float32, which is exact up to this integer."""
+_LARGEST = np.iinfo(np.int32).max
+"""Largest element number for which 32 bits suffice."""
 _LONGEST = 240
 """Maximum length, in characters, of an error message from building a model."""
 _ENOUGH, _MOST = 32_000_000, 60_000_000
@@ -270,13 +274,13 @@ def variants(
     config_class = peer.config_class(model_type)
     base = dict(base) if base else config_class().to_dict()
     model_classes = peer.model_classes(model_type, base.get("architectures") or ())
+    makers = [_ModelMaker(peer, config_class, model_class, complaints) for model_class in model_classes]
     for variant in numbers:
-        for model_class in model_classes:
-            make = _ModelMaker(peer, config_class, model_class, complaints)
+        for make in makers:
             model = make.first(_settings(base, variant)) or make.first(_search(base, variant, make.builds))
             if model is not None:
                 # Later variants use the class with which the first variant could be built.
-                model_classes = [model_class]
+                makers = [make]
                 yield model, variant
                 break
 
@@ -330,16 +334,21 @@ class _ModelMaker:
     config_class: Any
     model_class: Any
     complaints: list[str]
+    counts: dict[str, int | None] = field(default_factory=dict)
+    """Config as JSON -> number of parameters; None if the class refuses the config. Searches try many configs again."""
 
     def first(self, attempts: Iterable[Mapping[str, Any]]) -> Any:
         """Return a model of the first config that the class accepts and that is small enough; None if there is no such
         config.
         """
         larger: list[tuple[int, Any]] = []
-        for model in map(self._model, attempts):
-            if model is None:
+        for settings in attempts:
+            model: Any = None
+            count = self.counts.get(_as_json(settings), 0)
+            if count is not None and count <= _MOST:  # a larger one is not built again
+                count, model = self._count(settings)
+            if count is None:
                 continue
-            count = sum(p.numel() for p in model.parameters())
             if count <= _ENOUGH:
                 return model.to_empty(device="cpu").float()
             larger.append((count, model))
@@ -353,16 +362,47 @@ class _ModelMaker:
 
     def builds(self, settings: Mapping[str, Any]) -> bool:
         """Return whether the model class accepts a config, regardless of the model's size."""
-        return self._model(settings) is not None
+        key = _as_json(settings)
+        return (self.counts[key] if key in self.counts else self._count(settings)[0]) is not None
+
+    def _count(self, settings: Mapping[str, Any]) -> tuple[int | None, Any]:
+        """Build a model and return the number of its parameters with it; `(None, None)` if the class refuses."""
+        model = self._model(settings)
+        count = None if model is None else sum(p.numel() for p in model.parameters())
+        self.counts[_as_json(settings)] = count
+        return count, model
 
     def _model(self, settings: Mapping[str, Any]) -> Any:
         try:
-            with warnings.catch_warnings(), self.peer.torch.device("meta"):
+            with warnings.catch_warnings(), self.peer.torch.device("meta"), _no_initial_values(self.peer.torch)():
                 warnings.simplefilter("ignore")  # transformers' warnings about slow sizes do not matter for a trace
                 return self.model_class(self.config_class.from_dict(dict(settings)))
         except Exception as error:  # noqa: BLE001 - any model's own complaint about sizes that do not fit
             self.complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
             return None
+
+
+def _as_json(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, default=str)
+
+
+@cache
+def _no_initial_values(torch: Any) -> Any:
+    """Return a function mode of torch in which tensors on the meta device are not given initial values.
+
+    torch decomposes operations that have no effect there, which takes up to a third of the time to build a model. The
+    mode acts in its own thread only.
+    """
+    tensor, init = torch.Tensor, torch.nn.init
+    fills = frozenset({init.kaiming_uniform_, init.uniform_, init.normal_, init.constant_})
+    fills |= {tensor.uniform_, tensor.normal_, tensor.fill_, tensor.zero_}
+
+    class NoInitialValues(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            filled = (args[0] if args else kwargs["tensor"]) if function in fills else None
+            return filled if filled is not None and filled.is_meta else function(*args, **(kwargs or {}))
+
+    return NoInitialValues
 
 
 def trace(peer: Peer, model: Any) -> Trace:
@@ -386,6 +426,8 @@ def trace(peer: Peer, model: Any) -> Trace:
         with save_temporarily(model) as folder:
             carried.append((load_tensors(folder, load_file), memory))
             config = parse_json((folder / "config.json").read_text("utf-8"))
+        del memory
+    tensors.clear()  # memory of the largest models is the limit of a derivation
     return _combine(carried, config)
 
 
@@ -426,8 +468,9 @@ def _number_storages(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
         if not _carries(tensor):
             tensor.data.zero_()
             continue
-        tensors.append((tensor, np.arange(start, start + tensor.numel(), dtype=np.int64)))
-        start += tensor.numel()
+        end = start + tensor.numel()
+        tensors.append((tensor, np.arange(start, end, dtype=np.int32 if end <= _LARGEST else np.int64)))
+        start = end
     return tensors, start
 
 
@@ -440,19 +483,18 @@ def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: d
     """Combine the element numbers of all passes; tensors that cannot carry numbers must be equal before and after
     saving.
     """
-    sides: list[dict[str, Numbers]] = []
-    plain: list[dict[str, Any]] = []
+    sides: list[dict[str, Numbers]] = [{}, {}]
+    plain: list[dict[str, Any]] = [{}, {}]
+    by_first: dict[int, Numbers] = {}  # most tensors are the same on both sides, and then one array represents both
     for side in (0, 1):
-        first = carried[0][side]
-        is_numbered = {name: _carries(tensor) and tensor.numel() > 0 for name, tensor in first.items()}
-        sides.append(
-            {
-                name: _places(combine([_whole(name, each[side][name]) for each in carried], _BASE))
-                for name, numbered in is_numbered.items()
-                if numbered
-            }
-        )
-        plain.append({name: first[name] for name, numbered in is_numbered.items() if not numbered})
+        for name in tuple(carried[0][side]):
+            tensors = [by_side[side].pop(name) for by_side in carried]  # a pass is freed while it is read
+            if not (_carries(tensors[0]) and tensors[0].numel() > 0):
+                plain[side][name] = tensors[0]
+                continue
+            numbers = _places(combine([_whole(name, tensor) for tensor in tensors], _BASE))
+            known = by_first.setdefault(int(numbers.flat[0]), numbers)
+            sides[side][name] = known if np.array_equal(known, numbers) else numbers
     unnumbered: dict[str, Shape] = {}
     for name, tensor in plain[0].items():
         stored = plain[1].get(name)
@@ -467,7 +509,7 @@ def _places(numbers: Numbers) -> Numbers:
     `FLOOR`.
     """
     places: Numbers = np.maximum(numbers - (FLOOR - 1), 0)
-    return places.astype(np.int32) if places.max(initial=0) <= np.iinfo(np.int32).max else places
+    return places.astype(np.int32) if places.max(initial=0) <= _LARGEST else places
 
 
 def _whole(name: str, tensor: Any) -> Numbers:

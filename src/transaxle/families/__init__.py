@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from pkgutil import get_data
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -349,6 +349,7 @@ def is_dialect(label: str) -> bool:
     return label in labels or any(known.partition("@")[0] == label for known in labels)
 
 
+@lru_cache(maxsize=4)
 def with_rules(text: str, file: str) -> Families:
     """Return the shipped families, together with the families and dialects of a user's rules file.
 

@@ -298,8 +298,9 @@ class _Translator:
             self.refuse(() if partial else refuse_incomplete(self.holdings, self.tied))
             return Translation({}, (), (), (), {}, tuple(self.refusals.values()), self.sizes.at({}))
         built: dict[str, Target] = {}
+        slots = tuple(dict.fromkeys(slot for _, slot in self.holdings.sources))
         for line in self.lines:
-            for slot in dict.fromkeys(slot for _, slot in self.holdings.sources):
+            for slot in slots:
                 if not self._is_written(line, slot):
                     continue
                 try:

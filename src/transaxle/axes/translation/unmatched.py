@@ -320,12 +320,14 @@ class Unplaced:
         """Return whether every target tensor for a stored mapping rule would be numbered along an axis of size 0."""
         sizes = self._holdings.sizes.at({})
         empty = {axis for axis in line.expression.axes if sizes.get(axis) == 0}
+        if not empty:
+            return False
         target_lines = [
             other
             for other in self._lines
             if not set(other.expression.components).isdisjoint(line.expression.components)
         ]
-        return bool(empty and target_lines) and all(not empty.isdisjoint(other.name.axes) for other in target_lines)
+        return bool(target_lines) and all(not empty.isdisjoint(other.name.axes) for other in target_lines)
 
 
 _LISTED = 20
