@@ -12,6 +12,9 @@ import json
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ _FAULTS = {
     "what it loads from the hub is exact both ways"
 }
 """Types that are refused because transformers stores another layout than it loads."""
+_LARGE = 16_000_000
+"""Number of parameters from which a model is large: a derivation takes 2 to 3 GB with some 50 million."""
 _LONGEST = 160
 _SECONDS = 240
 """Longest time for one type; a trace of the largest tiny model takes some ten seconds."""
@@ -49,14 +54,14 @@ def outcome(model_type: str) -> tuple[str, str]:
             models = built(model_type)
             if not models:
                 return table, UNBUILT
-            rules = None
-            if not entries:
-                rules = Path(folder, "derived.rules")
-                rules.write_text(from_transformers(model_type).text, "utf-8")
             types = {each for entry in entries for each in entry.model_types}
-            for number, model in enumerate(models):
-                assert not entries or model.config.model_type in types
-                both_ways(model, Path(folder, str(number)), rules=rules)
+            rules = None if entries else Path(folder, "derived.rules")
+            with one_large_model(models):
+                if rules is not None:
+                    rules.write_text(from_transformers(model_type).text, "utf-8")
+                for number, model in enumerate(models):
+                    assert not entries or model.config.model_type in types
+                    both_ways(model, Path(folder, str(number)), rules=rules)
         except TransaxleError as error:
             return table, PEER + _FAULTS[model_type] if model_type in _FAULTS else _short(error)
         except AssertionError as error:
@@ -66,6 +71,17 @@ def outcome(model_type: str) -> tuple[str, str]:
         except Exception as error:  # noqa: BLE001 - of the peer: the model's class, its saving, its loading
             return table, f"{PEER}{type(error).__name__}: {_short(error)}"
     return table, EXACT
+
+
+@contextmanager
+def one_large_model(models: Iterable[Any]) -> Iterator[None]:
+    """Let no two workers of the tests have a large model at a time: these take most of the memory of a test run."""
+    if all(sum(parameter.numel() for parameter in model.parameters()) < _LARGE for model in models):
+        yield
+        return
+    with Path(tempfile.gettempdir(), "large-model").open("a") as file:  # all workers have the same folder
+        flock(file, LOCK_EX)
+        yield
 
 
 def built(model_type: str) -> list[Any]:
