@@ -13,6 +13,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from _pytest.scope import Scope
 
 OPTION = "--turn"
 DEFERRED = "deferred"
@@ -46,9 +47,21 @@ def defer_cases(items: Iterable[pytest.Item], turn: int) -> None:
             always.add(_test(item))
     for test, cases in swept.items():
         period = len(cases) if 1 < len(cases) < TURNS and test not in always else TURNS
-        for number, item in enumerate(cases, crc32(test.encode())):
+        for number, item in enumerate(cases, crc32(_origin(cases[0]).encode())):
             if number % period != turn % period:
                 item.add_marker(DEFERRED)
+
+
+def _origin(item: pytest.Item) -> str:
+    """Return what the place of a sweep in the rotation depends on: its test, or a fixture of the module with the cases.
+
+    Tests that share such a fixture run the same case at each turn, so that it is set up once.
+    """
+    call = getattr(item, "callspec", None)
+    scopes = {} if call is None else call._arg2scope  # pytest has no public way to ask
+    file = item.nodeid.partition("::")[0]
+    shared = [name for name, scope in scopes.items() if scope is not Scope.Function]
+    return f"{file}::{shared[0]}" if shared and len(scopes) == 1 else _test(item)
 
 
 def _test(item: pytest.Item) -> str:

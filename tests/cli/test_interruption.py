@@ -320,6 +320,7 @@ print(json.dumps({**report.as_json(), "seconds": 0}))
 """
 
 
+@pytest.mark.oracle
 def test_saves_and_averages_are_the_same_under_every_seed(inputs: Path, tmp_path: Path) -> None:
     made = [_made(seed, tmp_path / "here", [inputs / "source"], "-c", LIVE) for seed in range(2)]  # each imports torch
     saved = {name: data for name, data in made[0].items() if not name.startswith("ranks/")}

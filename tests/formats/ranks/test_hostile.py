@@ -230,6 +230,7 @@ def test_a_lie_is_refused(tmp_path: Path, case: str) -> None:
     assert len(str(error)) < 5_000
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", MANY)
 def test_many_small_lies_are_refused(tmp_path: Path, case: str) -> None:
     """What is fine once is limited for all tensors of a file together."""

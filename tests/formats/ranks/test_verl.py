@@ -23,6 +23,7 @@ NEEDED = "CI" in os.environ or "NEEDS_VERL" in os.environ
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.slow,
+    pytest.mark.oracle,  # a job takes twenty seconds of processor time, the merger ten
     pytest.mark.skipif(not PACKAGES.is_dir() and not NEEDED, reason=f"verl is not in {PACKAGES}"),
 ]
 JOBS = {
@@ -32,14 +33,10 @@ JOBS = {
     "hsdp": Job("hsdp", 4),
     "fsdp1": Job("fsdp1", 2, "qwen3"),
 }
-SWEEP = {"fsdp2", "fsdp2 two groups", "hsdp"}
-"""Jobs that are part of a sweep: the one with frozen parameters and two groups is run always, and FSDP1's."""
 MERGER = "import os, sys; sys.path.append(os.environ['PACKAGES']); from verl.model_merger.__main__ import main; main()"
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.oracle] * (name in SWEEP)) for name in JOBS]
-)
+@pytest.fixture(scope="module", params=list(JOBS))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
     """A folder that verl saved, with the truth beside it."""
     job, folder = JOBS[request.param], tmp_path_factory.mktemp("verl")
