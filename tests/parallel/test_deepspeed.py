@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Set
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.live.ranks import run
 from tests.oracles.deepspeed_peer.case import BY_NAME, CASES
 from tests.oracles.deepspeed_peer.farm import Farm, facts
 from tests.oracles.deepspeed_peer.models import build as as_there
-from tests.oracles.deepspeed_peer.resumes import CUT_BY_US, OWN, Resume
+from tests.oracles.deepspeed_peer.resumes import CARRIED, CUT_BY_US, OWN, Resume
 from tests.parallel.models import CONFIGS, build
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed.keys import INFO, RECORD
@@ -29,9 +30,19 @@ from transaxle.parallel.universal_metadata import collected, record_of, universa
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 OURS = [case.name for case in CASES if case.ours]
+ALWAYS = {
+    Resume("ours-tp2-dp2-z3", "ours-tp2-dp2-z3", OWN), Resume("ours-tp4-uneven", "ours-tp2-uneven"),
+    Resume("ours-tp4", "tp2-wide"), Resume("tp4", "ours-tp2", CARRIED),
+}  # fmt: skip
+"""Resumes that every run makes: with ZeRO-3, of uneven cuts, of what AutoTP cut, and through `tx.load`."""
 
 
-@pytest.mark.parametrize("name", OURS)
+def _by_turns(cases: Iterable[Hashable], always: Set[Hashable]) -> list[Any]:
+    """Mark the cases that are part of a sweep."""
+    return [pytest.param(case, marks=[pytest.mark.oracle] * (case not in always)) for case in cases]
+
+
+@pytest.mark.parametrize("name", _by_turns(OURS, {"ours-tp2", "ours-tp2-dp2-z3"}))
 def test_the_engine_saves_the_metadata(farm: Farm, name: str) -> None:
     """In model and optimizer files, as it follows from the plan alone; DeepSpeed's ZeRO-3 writes it into the former."""
     case = BY_NAME[name]
@@ -49,7 +60,7 @@ def test_the_engine_saves_the_metadata(farm: Farm, name: str) -> None:
         assert torch.load(file, weights_only=False)["optimizer_state_dict"][INFO] == info, file.name
 
 
-@pytest.mark.parametrize("resume", CUT_BY_US, ids=str)
+@pytest.mark.parametrize("resume", _by_turns(CUT_BY_US, ALWAYS), ids=str)
 def test_resumed_bit_for_bit(farm: Farm, resume: Resume) -> None:
     """Masters, moments and steps are those that were saved, and the next loss and update those of the same state."""
     check(farm, resume)

@@ -540,8 +540,8 @@ class _ProvedDerivation:
             every += tuple(make_more())
         for proof_number in range(last, 0, -1):
             for sparse in (False, True):
-                others = (*every[:proof_number], *every[proof_number + 1 :])
-                table = self._one(others, (every[proof_number], *others), sparse=sparse)
+                basis = (*every[:proof_number], *every[proof_number + 1 :])
+                table = self._one(basis, (every[proof_number], *basis), sparse=sparse)
                 if table is not None:
                     return table
         assert self.reason is not None

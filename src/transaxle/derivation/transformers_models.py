@@ -493,8 +493,8 @@ def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: d
                 plain[side][name] = tensors[0]
                 continue
             numbers = _places(combine([_whole(name, tensor) for tensor in tensors], _BASE))
-            known = by_first.setdefault(int(numbers.flat[0]), numbers)
-            sides[side][name] = known if np.array_equal(known, numbers) else numbers
+            original = by_first.setdefault(int(numbers.flat[0]), numbers)
+            sides[side][name] = original if np.array_equal(original, numbers) else numbers
     unnumbered: dict[str, Shape] = {}
     for name, tensor in plain[0].items():
         stored = plain[1].get(name)
