@@ -197,11 +197,11 @@ class _Layer(msgspec.Struct, frozen=True, dict=True):
         return out.view(np.uint32 if entry.dtype == "I32" else f"u{item}").reshape(rows, last - first)
 
 
-class _RowFile(VirtualFile):
+class RowFile(VirtualFile):
     """A virtual file with a matrix whose rows are computed in bands."""
 
     def __init__(
-        self, rows: int, width: int, unit: int, compute: Callable[[int, int], NDArray[Any]], cache: _BandCache
+        self, rows: int, width: int, unit: int, compute: Callable[[int, int], NDArray[Any]], cache: BandCache
     ) -> None:
         self.rows, self.width, self.compute = rows, width, compute
         self.band = max(unit, _BAND // max(width, 1) // unit * unit)
@@ -229,7 +229,7 @@ class _RowFile(VirtualFile):
         return self.compute(first, min(first + self.band, self.rows)).reshape(-1).view(np.uint8)
 
 
-_BandCache = Callable[["_RowFile", int], Bytes]
+BandCache = Callable[["RowFile", int], Bytes]
 """Function that returns the bytes of a band of a file, and remembers the last ones."""
 
 
@@ -251,7 +251,7 @@ def as_compressed_tensors(
     problems: list[Refusal] = []
     hidden = {entry.name for layer in layers.values() for entry in (layer.zeros, layer.scales, layer.order) if entry}
     files: dict[str, VirtualFile] = {}
-    cache: _BandCache = lru_cache(_CACHED)(_RowFile.band_bytes)
+    cache: BandCache = lru_cache(_CACHED)(RowFile.band_bytes)
     entries: dict[str, Entry] = {}
     for name, entry in container.entries.items():
         if name in layers:
@@ -299,7 +299,7 @@ def _join(module: str, segment: str) -> str:
     return f"{module}.{segment}" if module else segment
 
 
-def _show(layer: _Layer, files: dict[str, VirtualFile], cache: _BandCache) -> list[Entry]:
+def _show(layer: _Layer, files: dict[str, VirtualFile], cache: BandCache) -> list[Entry]:
     """Return the entries of compressed-tensors for a module, the codes first, and add their virtual files."""
     rows, columns, words = layer.rows, layer.columns, layer.columns // layer.per_word
     groups = columns if layer.method.reordered else layer.scales.shape[0]
@@ -310,8 +310,8 @@ def _show(layer: _Layer, files: dict[str, VirtualFile], cache: _BandCache) -> li
         files[_FILE + name] = file
         return Entry(name, dtype, shape, (Extent((0,) * len(shape), shape, _FILE + name, 0),))
 
-    def in_bands(height: int, width: int, unit: int, compute: Callable[[int, int], NDArray[Any]]) -> _RowFile:
-        return _RowFile(height, width, unit, compute, cache)
+    def in_bands(height: int, width: int, unit: int, compute: Callable[[int, int], NDArray[Any]]) -> RowFile:
+        return RowFile(height, width, unit, compute, cache)
 
     if layer.method.reordered:
         width = columns * numpy_dtype(real).itemsize
