@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from transaxle.encodings.conventions.packed_methods import Kind, make_section, read_packed, with_section
+from transaxle.encodings.conventions.packed_methods import Kind, make_section, with_section
+from transaxle.encodings.conventions.quantization import read_packed
 from transaxle.encodings.conventions.scheme import SECTION
 from transaxle.errors import Refused
 

@@ -116,7 +116,7 @@ def test_weights_that_are_stored_plain(word: str) -> None:
 @pytest.mark.parametrize(("section", "code", "words"), [
     ([], "CORRUPT", "is not a JSON object"),
     ({}, "UNSUPPORTED", f"is missing; known: {', '.join(METHODS)}"),
-    ({"quant_method": "gptq", "bits": 4}, "UNSUPPORTED", "is 'gptq'"),
+    ({"quant_method": "hqq", "bits": 4}, "UNSUPPORTED", "is 'hqq'"),
     ({"quant_method": ["fp8"]}, "UNSUPPORTED", "known: fp8"),
     ({**FP8, "weight_block_size": "128"}, "CORRUPT", r"weight_block_size"),
     ({**FP8, "weight_block_size": [0, 128]}, "CORRUPT", ">= 1"),

@@ -330,7 +330,7 @@ def test_integers_that_number_things_have_no_scales(kind: str, tmp_path: Path) -
 
 
 STALE = (
-    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    {"quant_method": "hqq", "nbits": 4},
     {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {"a": {"targets": ["Linear"]}}},
 )
 

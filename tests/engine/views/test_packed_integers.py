@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import transaxle as tx
 from tests.engine.packed import Made, awq, gptq, nibbles
-from transaxle.encodings.conventions.packed_methods import read_packed
+from transaxle.encodings.conventions.quantization import read_packed
 from transaxle.engine.source import Source
 from transaxle.engine.views import packed_integers
 from transaxle.engine.views.packed_integers import as_compressed_tensors, transpose_nibbles

@@ -23,8 +23,8 @@ _NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """Values of the 16 codes of NF4, from bitsandbytes 0.49 (`create_normal_map`, rounded to float32)."""
-_FP4 = (0.0, 0.0052083333, 0.6666667, 1.0, 0.3333333, 0.5, 0.16666667, 0.25)
-"""Values of the 8 codes of FP4 without sign, from bitsandbytes 0.49 (`create_fp4_map`, rounded to float32)."""
+_FP4 = tuple(numerator / 12 for numerator in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+"""Values of the 8 codes of FP4 without sign, from bitsandbytes 0.50 (`get_4bit_type`); code 8 is +0."""
 
 
 class CodeTable(msgspec.Struct, frozen=True, dict=True):
@@ -44,7 +44,7 @@ class CodeTable(msgspec.Struct, frozen=True, dict=True):
         if self.code == "NF4":
             return np.array(_NF4, np.float32)
         if self.code == "FP4":
-            return np.array((*_FP4, *(-value for value in _FP4)), np.float32)
+            return np.array((*_FP4, *(0.0 - value for value in _FP4)), np.float32)
         codes = np.arange(1 << self.bits, dtype=np.uint8)
         if self.code == "I8":
             return codes.view(np.int8).astype(np.float32)

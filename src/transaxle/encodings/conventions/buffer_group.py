@@ -111,6 +111,8 @@ _PROGRAMS = {
     "dense_weights": "SpQR",
 }
 """Last name segment that only integer codes have -> program that stores such codes."""
+_WITH_CONFIG = frozenset({"qweight", "weight_packed"})
+"""Last name segments of integer codes that are read if a config describes them."""
 _WITH = {"codes": ("codebooks", "AQLM"), "indices": ("centroids.weight", "VPTQ"), "B": ("s", "Marlin")}
 """Last name segment of integer codes -> (name of a second tensor in the same module, program that stores both)."""
 _FLOATS = CONVENTIONS[COMPRESSED_TENSORS].four[Role.CODES].weight
@@ -374,7 +376,8 @@ class _Finder:
             program = _WITH[segment][1]
         if not program or entry.dtype not in _INTEGERS or (segment == _FLOATS and entry.dtype in _FOUR):
             return ""
-        return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {_NO_VALUES}"
+        reason = _NO_CONFIG if segment in _WITH_CONFIG and self.quantization is None else _NO_VALUES
+        return f"it has codes of integers as {program} stores them, {_dtype_and_shape(entry)}, {reason}"
 
     def _quantizes(self, path: str) -> bool:
         """Return whether a name is that of a quantized weight, or of a module that quantizes such a weight."""
@@ -569,6 +572,7 @@ def _check_integers(
 
 
 _NO_VALUES = "whose values are not known here"
+_NO_CONFIG = f"{_NO_VALUES} without a config that describes them (--config FILE gives one)"
 
 
 def is_parameter(name: str) -> bool:

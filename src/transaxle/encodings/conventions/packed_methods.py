@@ -1,32 +1,53 @@
-"""Parses the quantization section of a config for GPTQ and AWQ, whose tensors can be shown as compressed-tensors'.
+"""Parses the quantization section of a config for GPTQ, AWQ and bitsandbytes, whose tensors are shown in another form.
 
-Both methods store integer codes with scales and zero points, as the format `pack-quantized` of compressed-tensors does,
+GPTQ and AWQ store integer codes with scales and zero points, as the format `pack-quantized` of compressed-tensors does,
 but in another order and under other names. So a checkpoint of GPTQ or AWQ is read as the checkpoint of
 compressed-tensors with the same codes, scales and zero points, and its section is read as the section that
-compressed-tensors would have. The module `engine.views.packed_integers` shows the tensors.
+compressed-tensors would have. The module `engine.views.packed_integers` shows the tensors. Those of bitsandbytes are
+shown by `engine.views.bitsandbytes`, as codes and scales of blocks.
 
-The fields are those of GPTQModel 7.7, AutoGPTQ 0.7, AutoAWQ 0.2 and transformers 5.23. As for other methods, a field
-that may mean different values is refused, and so is an unknown field.
+The fields are those of GPTQModel 7.7, AutoGPTQ 0.7, AutoAWQ 0.2, bitsandbytes 0.50 and transformers 5.23. As for other
+methods, a field that may mean different values is refused, and so is an unknown field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
-from transaxle.encodings.conventions.quantization import CONFIG, quantization_sections
-from transaxle.encodings.conventions.scheme import COMPRESSED, GROUPS, LINEAR, METHOD, UNKNOWN_KEY
-from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.encodings.conventions.convention import BITSANDBYTES
+from transaxle.encodings.conventions.scheme import (
+    COMPRESSED,
+    GROUPS,
+    INT_QUANTIZED,
+    LINEAR,
+    METHOD,
+    METHODS,
+    PACK_QUANTIZED,
+    UNKNOWN_KEY,
+    ModuleGroup,
+    Modules,
+    Scheme,
+)
+from transaxle.encodings.encoding import FP4, NF4
+from transaxle.errors import Refusal, Where, gathered, refuse
 
-GPTQ, AWQ = "gptq", "awq"
-PACKED_METHODS: Mapping[str, str] = MappingProxyType({GPTQ: "GPTQ", AWQ: "AWQ"})
+GPTQ, AWQ, OF_BITSANDBYTES = "gptq", "awq", "bitsandbytes"
+PACKED_METHODS: Mapping[str, str] = MappingProxyType({GPTQ: "GPTQ", AWQ: "AWQ", OF_BITSANDBYTES: "bitsandbytes"})
 """`quant_method` of the config -> name of the method in messages."""
 _T = TypeVar("_T", bound=msgspec.Struct)
-FORMAT = "pack-quantized"
-"""`format` of compressed-tensors for integer codes that are packed in 32-bit words."""
+QUANT_STATE = ".quant_state.bitsandbytes__"
+"""Text between a weight's name and the type of its codes, in the name of the tensor that describes a 4-bit weight."""
+ROW_SCALES = "SCB"
+"""Last name segment of the scales of 8-bit weights of bitsandbytes."""
+BLOCK_TYPES = {NF4.name: NF4, FP4.name: FP4}
+"""bitsandbytes' name of a type of 4-bit codes -> encoding."""
+_BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
+"""Numbers of codes that may share a scale in bitsandbytes, the usual one first."""
 BITS = (4, 8)
 """Bit widths of codes that are read."""
 _FIRST, _SECOND = "gptq", "gptq_v2"
@@ -37,7 +58,7 @@ class PackedMethod(msgspec.Struct, frozen=True):
     """How a checkpoint of GPTQ or AWQ stores its weights, according to its config."""
 
     name: str
-    """The config's `quant_method`, a key of `PACKED_METHODS`."""
+    """The config's `quant_method`, `gptq` or `awq`."""
     bits: int
     """Number of bits of one code."""
     group: int
@@ -102,27 +123,65 @@ _BESIDE_WEIGHTS: Mapping[str, frozenset[str]] = MappingProxyType({
         "method", "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
         "modules_to_fuse", "modules_to_not_convert", "pad_token_id", "sym", "tokenizer", "true_sequential",
     }),
+    OF_BITSANDBYTES: frozenset({
+        METHOD, "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
+        "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+        "llm_int8_skip_modules", "llm_int8_threshold",
+    }),
 })  # fmt: skip
 """Method -> config keys that may be ignored: settings of the search for codes, and of the program that runs the model.
 AWQ's search scales the columns of weights, but folds the scales into the layers before, so values are complete.
 """
 
 
-def read_packed(config: Mapping[str, Any]) -> PackedMethod | None:
-    """Read how a checkpoint of GPTQ or AWQ stores its weights; None if it is quantized in another way, or not at all.
+class _BitsAndBytes(msgspec.Struct):
+    """Fields of transformers' `BitsAndBytesConfig` that affect weights."""
+
+    load_in_4bit: bool | None = None
+    load_in_8bit: bool | None = None
+    bnb_4bit_quant_type: str = FP4.name
+
+
+def parse_packed(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMethod | None:
+    """Parse the section of a checkpoint of GPTQ or AWQ; None for the section of another method.
+
+    Args:
+        section: the quantization section of the config.
+        path: config keys that lead to the section.
 
     Raises:
         Refused: with the code CORRUPT if the section is malformed, with the code UNSUPPORTED if it describes codes that
             are not read.
     """
-    for path, section in quantization_sections(config):
-        if isinstance(section, Mapping) and section.get(METHOD) in PACKED_METHODS:
-            parse = _gptq if section[METHOD] == GPTQ else _awq
-            try:
-                return parse(section, path)
-            except TransaxleError as error:
-                raise gathered(Refusal(r.code, r.message, Where(CONFIG), r.hint) for r in error.refusals) from None
-    return None
+    method = section.get(METHOD)
+    return _gptq(section, path) if method == GPTQ else _awq(section, path) if method == AWQ else None
+
+
+def _parse_as_compressed(section: Mapping[str, Any], location: str) -> Scheme:
+    method = parse_packed(section, tuple(location.split(".")))
+    assert method is not None
+    return METHODS[COMPRESSED](make_section({Kind(method.bits, method.group): ()}), location)
+
+
+def _bitsandbytes(section: Mapping[str, Any], location: str) -> Scheme:
+    fields = _fields(section, _BitsAndBytes, location, OF_BITSANDBYTES)
+    if bool(fields.load_in_4bit) == bool(fields.load_in_8bit):
+        message = f"{location}: load_in_4bit is {fields.load_in_4bit}, and load_in_8bit {fields.load_in_8bit}"
+        raise refuse("CORRUPT", message)
+    if fields.load_in_8bit:
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+        groups = {"group_0": {"targets": [LINEAR], "weights": weights}}
+        return METHODS[COMPRESSED]({METHOD: COMPRESSED, "format": INT_QUANTIZED, GROUPS: groups}, location)
+    _check(fields.bnb_4bit_quant_type, tuple(BLOCK_TYPES), f"{location}.bnb_4bit_quant_type")
+    encoding = BLOCK_TYPES[fields.bnb_4bit_quant_type]
+    groups_of_blocks = tuple(ModuleGroup(replace(encoding, tile=(1, size)), None) for size in _BLOCKS)
+    return Scheme((BITSANDBYTES,), groups_of_blocks, Modules())
+
+
+PACKED_PARSERS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = MappingProxyType(
+    {GPTQ: _parse_as_compressed, AWQ: _parse_as_compressed, OF_BITSANDBYTES: _bitsandbytes}
+)
+"""`quant_method` in the config -> function that parses sections of this method, as in `METHODS`."""
 
 
 def make_section(kinds: Mapping[Kind, Iterable[str]]) -> dict[str, Any]:
@@ -139,7 +198,7 @@ def make_section(kinds: Mapping[Kind, Iterable[str]]) -> dict[str, Any]:
         groups[f"group_{number}"] = {"targets": targets, "weights": weights, "input_activations": None}
     return {
         METHOD: COMPRESSED,
-        "format": FORMAT,
+        "format": PACK_QUANTIZED,
         "quantization_status": "compressed",
         "ignore": [],
         GROUPS: groups,

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from transaxle.encodings.conventions.linear_regex import PatternError
+from transaxle.encodings.conventions.packed_methods import PACKED_PARSERS, PackedMethod, parse_packed
 from transaxle.encodings.conventions.scheme import (
     CACHE,
     COMPRESSED,
@@ -42,13 +43,15 @@ MODELOPT_SECTION, _PRODUCER = "quantization", "producer"
 """Keys in `hf_quant_config.json`: for the quantization section, and for the program that wrote the file."""
 SECTIONS = frozenset({SECTION, OLD_SECTION, _PRODUCER})
 """Config keys that describe quantization; a config without any of these keys belongs to an unquantized model."""
+_PARSERS = {**METHODS, **PACKED_PARSERS}
+"""`quant_method` in the config -> function that parses sections of this method."""
 
 
 class Quantization(msgspec.Struct, frozen=True, dict=True):
     """How a checkpoint's weights are quantized, according to its config."""
 
     method: str
-    """The config's `quant_method`, one of the keys of `METHODS`."""
+    """The config's `quant_method`, a key of `METHODS` or `PACKED_PARSERS`."""
     scheme: Scheme
     """The parsed section: groups of modules with the encoding of their weights."""
     paths: tuple[tuple[str, ...], ...]
@@ -148,7 +151,7 @@ def read(
         Refused: with the code CORRUPT if the config is malformed; with the code UNSUPPORTED if its method, format or a
             number in it is unknown.
     """
-    sections = quantization_sections(config or {})
+    sections = _sections(config or {})
     modelopt_quantization = None if modelopt is None else read(modelopt, file=MODELOPT_CONFIG)
     if not sections:
         return modelopt_quantization
@@ -160,15 +163,15 @@ def read(
     if not isinstance(section, Mapping):
         raise refuse("CORRUPT", f"{location} is not a JSON object: {section!r}", file=file)
     method = _method(section, path)
-    if method not in METHODS:
+    if method not in _PARSERS:
         method_text = repr(method) if METHOD in section else "missing"
-        message = f"{location}.{METHOD} is {method_text}; known: {', '.join(METHODS)}"
+        message = f"{location}.{METHOD} is {method_text}; known: {', '.join(_PARSERS)}"
         raise refuse("UNSUPPORTED", message, file=file, hint="To move the files as they are, give no dialect.")
     if method == FP8:
         section = _with_expert_dtype(config or {}, path, section)
     try:
         return Quantization(
-            method, METHODS[method](section, location), tuple(path for path, _ in sections), section, file
+            method, _PARSERS[method](section, location), tuple(path for path, _ in sections), section, file
         )
     except PatternError as error:
         raise refuse("UNSUPPORTED", f"{location}: the list of modules is not valid: {error}", file=file) from None
@@ -176,7 +179,25 @@ def read(
         raise gathered(Refusal(r.code, r.message, Where(file), r.hint) for r in error.refusals) from None
 
 
-def quantization_sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+def read_packed(config: Mapping[str, Any]) -> PackedMethod | None:
+    """Read how a checkpoint of GPTQ or AWQ stores its weights; None if it is quantized in another way, or not at all.
+
+    Raises:
+        Refused: with the code CORRUPT if the section is malformed, with the code UNSUPPORTED if it describes codes that
+            are not read.
+    """
+    for path, section in _sections(config):
+        try:
+            method = parse_packed(section, path) if isinstance(section, Mapping) else None
+        except TransaxleError as error:
+            refusals = (Refusal(r.code, r.message, Where(CONFIG), r.hint) for r in error.refusals)
+            raise gathered(refusals) from None
+        if method is not None:
+            return method
+    return None
+
+
+def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
     """Return the quantization sections of a config, outermost first, each with the path of keys that leads to the
     section.
     """

@@ -449,7 +449,7 @@ class Checkpoint(TensorSet):
     def parameters(self) -> int:
         """Number of elements in the model's weights, without scales; an encoded weight counts decoded."""
         parts = {stored for tensor in self.encoded.values() for stored in tensor.parts.values()}
-        parts |= self.container.beside
+        parts |= self.container.beside | (self.container.entries.keys() - self.catalog.container.entries.keys())
         plain = sum(
             tensor.parameters for name, tensor in self.items() if name not in parts and not name.startswith(OPTIMIZER)
         )

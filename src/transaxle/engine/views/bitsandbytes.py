@@ -28,25 +28,24 @@ from numpy.typing import NDArray
 from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.arithmetic.codes import KINDS
 from transaxle.encodings.conventions.convention import WEIGHT
+from transaxle.encodings.conventions.packed_methods import BLOCK_TYPES, OF_BITSANDBYTES, QUANT_STATE, ROW_SCALES
+from transaxle.encodings.conventions.quantization import read
+from transaxle.encodings.conventions.scheme import METHOD, SECTION
+from transaxle.encodings.encoding import INT8
 from transaxle.engine.source import Source
 from transaxle.engine.views.packed_integers import BandCache, RowFile
-from transaxle.errors import Refusal, TransaxleError, gathered, refuse
+from transaxle.errors import Code, Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import VirtualFile, VirtualFiles, parse_json
 from transaxle.move.transfer import Scratch, clip, produce
 
-STATE = ".quant_state.bitsandbytes__"
-"""Text between a weight's name and the type of its codes, in the name of the tensor that describes the weight."""
-SCB = "SCB"
-"""Last name segment of the row scales of 8-bit weights."""
 ABSMAX = "_absmax"
 """Suffix that is shown after a weight's name for its scales."""
 _FORMAT = "weight_format"
 """Last name segment of a number that states the order of 8-bit weights; 0 is row-major."""
 _ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = "absmax", "quant_map", "nested_absmax", "nested_quant_map"
-_TYPES = {"nf4": "NF4", "fp4": "FP4"}
-"""bitsandbytes' name of a type of codes -> `code` of the encoding."""
+_EIGHT = INT8.name
 _LARGEST_STATE = 1 << 16
 _CACHED = 8
 _SCRATCH = 1 << 20
@@ -96,11 +95,12 @@ class _Weight(msgspec.Struct, frozen=True, dict=True):
         """Return rows of codes, with the first code of a byte in the lower nibble."""
         width = self.columns // 2
         stored = self._range(self.codes, first * width, last * width)
-        return (stored << 4) | (stored >> 4)
+        swapped: Bytes = (stored << np.uint8(4)) | (stored >> np.uint8(4))
+        return swapped
 
     def scale_rows(self, first: int, last: int) -> NDArray[np.float32]:
         """Return rows of scales."""
-        self.table  # noqa: B018 - proves that the codes have the usual values
+        self.table  # noqa: B018 - compares the table
         width = self.columns // self.state.blocksize
         return self._scales(first * width, last * width)
 
@@ -112,7 +112,7 @@ class _Weight(msgspec.Struct, frozen=True, dict=True):
             Refused: with the code UNSUPPORTED if they are not bitsandbytes' usual values.
         """
         stored = self.source.read(self.buffers[_MAP].name).view("<f4")
-        usual = KINDS[_TYPES[self.state.quant_type]].values
+        usual = KINDS[BLOCK_TYPES[self.state.quant_type].code].values
         if not np.array_equal(stored, usual):
             position = int(np.flatnonzero(stored != usual)[0])
             message = (
@@ -132,7 +132,8 @@ class _Weight(msgspec.Struct, frozen=True, dict=True):
         begin = first // size
         outer = self._range(self.buffers[_NESTED_ABSMAX], begin * 4, ceil(last / size) * 4).view("<f4")
         factors = outer[np.arange(first, last) // size - begin]
-        return self._nested_table[stored] * factors + np.float32(self.state.nested_offset)
+        scales: NDArray[np.float32] = self._nested_table[stored] * factors
+        return scales + np.float32(self.state.nested_offset or 0)
 
     @cached_property
     def _nested_table(self) -> NDArray[np.float32]:
@@ -165,16 +166,12 @@ class _RowScales(msgspec.Struct, frozen=True):
         view.cast("B")[:] = scales.view(np.uint8)[offset : offset + view.nbytes].data
 
 
-def is_of_bitsandbytes(container: Container) -> bool:
-    """Return whether a checkpoint has weights of bitsandbytes."""
-    entries = container.entries
-    return any(STATE in name for name in entries) or any(
-        name.rpartition(".")[2] == SCB and _sibling(name, WEIGHT) in entries for name in entries
-    )
+def show_blocks(container: Container, config: Mapping[str, Any]) -> tuple[Container, Mapping[str, Any]]:
+    """Return a checkpoint in which bitsandbytes' weights are codes and scales, with a config that describes them.
 
-
-def show_blocks(container: Container) -> Container:
-    """Return a checkpoint in which bitsandbytes' weights are codes and scales.
+    Args:
+        container: the stored tensors.
+        config: the model's config. Without a quantization section in it, the weights' own descriptions decide.
 
     Raises:
         TransaxleError: one error with the refusals of all weights whose buffers do not fit together, with the codes
@@ -183,21 +180,24 @@ def show_blocks(container: Container) -> Container:
     shower = _Shower(container)
     for name in container.entries:
         try:
-            if STATE in name:
+            if QUANT_STATE in name:
                 shower.show_four(name)
-            elif name.rpartition(".")[2] == SCB and _sibling(name, WEIGHT) in container.entries:
+            elif name.rpartition(".")[2] == ROW_SCALES and _sibling(name, WEIGHT) in container.entries:
                 shower.show_eight(name)
         except TransaxleError as error:
             shower.problems.extend(error.refusals)
     if shower.problems:
         raise gathered(shower.problems)
+    if not shower.shown:
+        return container, config
+    new_config = shower.describe(config)
     entries: dict[str, Entry] = {}
     for name, entry in container.entries.items():
         if name in shower.shown:
             entries |= {part.name: part for part in shower.shown[name]}
         elif name not in shower.hidden:
             entries[name] = entry
-    return replace(container, storage=VirtualFiles(container.storage, shower.files), entries=entries)
+    return replace(container, storage=VirtualFiles(container.storage, shower.files), entries=entries), new_config
 
 
 class _Shower:
@@ -209,11 +209,14 @@ class _Shower:
         self.shown: dict[str, list[Entry]] = {}
         self.hidden: set[str] = set()
         self.problems: list[Refusal] = []
+        self.types: dict[str, str] = {}
+        """Type of codes -> the first weight with it."""
         self._cache: BandCache = lru_cache(_CACHED)(RowFile.band_bytes)
 
     def show_four(self, name: str) -> None:
         """Show the 4-bit weight that a tensor describes."""
         weight = _read_weight(self.source, name)
+        self.types.setdefault(weight.state.quant_type, weight.name)
         shape, rows = tuple(weight.state.shape), weight.rows
         packed, grid = (
             (*shape[:-1], weight.columns // 2),
@@ -231,11 +234,12 @@ class _Shower:
         """Show the 8-bit weight that belongs to row scales."""
         codes, scales = self.entries[_sibling(name, WEIGHT)], self.entries[name]
         if codes.dtype != "I8" or len(codes.shape) != 2:
-            message = f"codes with {SCB} must be I8 of 2 dims; found {codes.dtype} {list(codes.shape)}"
+            message = f"codes with {ROW_SCALES} must be I8 of 2 dims; found {codes.dtype} {list(codes.shape)}"
             raise refuse("DTYPE_MISMATCH", message, tensor=codes.name)
         if scales.dtype != "F32" or scales.shape != codes.shape[:1]:
-            message = f"{SCB} must be F32 {list(codes.shape[:1])}; found {scales.dtype} {list(scales.shape)}"
+            message = f"{ROW_SCALES} must be F32 {list(codes.shape[:1])}; found {scales.dtype} {list(scales.shape)}"
             raise refuse("SHAPE_MISMATCH", message, tensor=name)
+        self.types.setdefault(_EIGHT, codes.name)
         form = self.entries.get(_sibling(name, _FORMAT))
         if form is not None:
             if form.nbytes != 1 or self.source.read(form.name)[0]:
@@ -244,6 +248,22 @@ class _Shower:
             self.hidden.add(form.name)
         shape = (codes.shape[0], 1)
         self.shown[name] = [self._entry(f"{codes.name}_scale", "F32", shape, _RowScales(scales, self.source))]
+
+    def describe(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a config that describes the weights, or refuse one that contradicts them."""
+        if len(self.types) > 1:
+            listed = " and ".join(f"{kind} ({name})" for kind, name in self.types.items())
+            raise refuse("UNSUPPORTED", f"weights of bitsandbytes are {listed}; one config describes one type")
+        ((kind, name),) = self.types.items()
+        quantization = read(config)
+        if quantization is None:
+            four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
+            described = {"load_in_8bit": True} if kind == _EIGHT else four
+            return {**config, SECTION: {METHOD: OF_BITSANDBYTES, **described}}
+        if kind not in {group.encoding.name for group in quantization.scheme.groups}:
+            message = f"it is {kind}, but the config's {SECTION} describes another type"
+            raise refuse("CORRUPT", message, tensor=name, hint="Correct the section, or remove it.")
+        return config
 
     def _entry(self, name: str, dtype: str, shape: tuple[int, ...], file: VirtualFile) -> Entry:
         if name.endswith((ABSMAX, "_scale")) and name in self.entries:
@@ -266,13 +286,13 @@ def _read_weight(source: Source, name: str) -> _Weight:
         Refused: with the first reason for which its buffers do not fit together.
     """
     entries = source.entries
-    weight, _, kind = name.partition(STATE)
+    weight, _, kind = name.partition(QUANT_STATE)
     codes = entries.get(weight)
     if codes is None:
         raise refuse("MISSING_TENSOR", f"it describes {weight}, which is missing", tensor=name)
     state = _read_state(source, name)
-    if state.quant_type != kind or kind not in _TYPES:
-        message = f"it describes codes of {state.quant_type!r}; known: {', '.join(_TYPES)}, as the name says"
+    if state.quant_type != kind or kind not in BLOCK_TYPES:
+        message = f"it describes codes of {state.quant_type!r}; known: {', '.join(BLOCK_TYPES)}, as the name says"
         raise refuse("UNSUPPORTED", message, tensor=name, hint=_KEEP)
     elements = prod(state.shape)
     if len(state.shape) < 2 or min(state.shape) < 1 or state.blocksize < 1 or codes.nbytes * 2 != elements:
@@ -296,7 +316,7 @@ def _read_weight(source: Source, name: str) -> _Weight:
             raise refuse("MISSING_TENSOR", f"codes of bitsandbytes need {segment} below them", tensor=weight)
         if buffer.dtype != dtype or buffer.shape != (count,):
             message = f"{segment} must be {dtype} [{count}]; found {buffer.dtype} {list(buffer.shape)}"
-            code = "SHAPE_MISMATCH" if buffer.dtype == dtype else "DTYPE_MISMATCH"
+            code: Code = "SHAPE_MISMATCH" if buffer.dtype == dtype else "DTYPE_MISMATCH"
             raise refuse(code, message, tensor=buffer.name)
         buffers[segment] = buffer
     return _Weight(codes, buffers, state, source)

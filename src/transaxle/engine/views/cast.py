@@ -133,8 +133,9 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     """
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"Choose one of: {', '.join(CASTS)}.")
-    if catalog.refusals:
-        raise gathered(catalog.refusals)
+    foreign = catalog.refuse_in_other_form(", and other tensors beside them cannot be cast")
+    if refusals := (*catalog.refusals, *foreign):
+        raise gathered(refusals)
     container, dtype = catalog.container, CASTS[to]
     training_tensors = set(training_only(catalog.entries, catalog.entries))
     plain = [

@@ -41,7 +41,7 @@ from transaxle.encodings.encoding import EncodedTensor, Error, Role, Wide
 from transaxle.encodings.value_steps import RecodedTensor
 from transaxle.engine.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
-from transaxle.errors import Refusal, Where, refuse
+from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import parse_json
@@ -511,8 +511,11 @@ def with_decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Cont
         are omitted.
 
     Raises:
-        Refused: with code UNSUPPORTED, if a row of a tensor's codes is not a whole number of bytes.
+        Refused: with code UNSUPPORTED, if a row of a tensor's codes is not a whole number of bytes, or if only some of
+            the tensors are chosen that are shown in another form than they are stored.
     """
+    if 0 < len(chosen) < len(catalog.encoded) and (refusals := [*catalog.refuse_in_other_form("; decode all of them")]):
+        raise gathered(refusals)
     container = catalog.container
     source, cache = Source(container, catalog.buffers), _ScaleCache()
     tensors = {name: catalog.encoded[name] for name in chosen}

@@ -33,7 +33,8 @@ from transaxle.axes.layout.relayout import Check, Shape, Target, identity_target
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import SPEAKING, group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, TE_NOTE, Convention
-from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
+from transaxle.encodings.conventions.packed_methods import OF_BITSANDBYTES, PACKED_METHODS, QUANT_STATE, ROW_SCALES
+from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read, read_packed
 from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.conventions.torchao_convention import SwizzledTensor, find_swizzled
@@ -150,6 +151,10 @@ _SCALE = "scale"
 """Text that occurs in the name of every buffer that contains scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
 """Hint in refusals of buffers that do not fit their tensor."""
+_FOREIGN_HINT = (
+    "Write decoded values:  --decode bf16.  To keep the tensors exactly as stored:  --to safetensors:identity."
+)
+"""Hint in refusals of tensors that are shown in another form than they are stored."""
 _SHAPE_HINT = "The file is damaged, or its rows are padded, which is not supported."
 """Hint in refusals of tensors whose stored shape is wrong."""
 _DECODE_HINT = "Choose a dialect that stores these tensors separately, or decode them:  --decode bf16."
@@ -181,6 +186,20 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
     """The config's description of the encoded tensors; None if the config does not describe encoded tensors."""
     refusals: tuple[Refusal, ...] = ()
     """Refusals of buffers that cannot be assigned to a tensor or do not fit it."""
+    program: str = ""
+    """Name of the program that stores the encoded tensors, if `container` shows them in another form than they are
+    stored; empty if not.
+    """
+
+    def refuse_in_other_form(self, reason: str) -> Iterator[Refusal]:
+        """Yield the refusal of an action that is not possible with encoded tensors that are shown in another form.
+
+        Args:
+            reason: why the action is not possible.
+        """
+        if self.program and self.encoded:
+            message = f"its weights are stored as {self.program} stores them{reason}"
+            yield Refusal("UNSUPPORTED", message, Where(None, next(iter(self.encoded))), _FOREIGN_HINT)
 
     @cached_property
     def buffers(self) -> dict[str, Entry]:
@@ -230,7 +249,9 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
         return Catalog(container, container.entries, {})
     container = use_compact_scales(container)
     try:
-        quantization = read(config, modelopt=modelopt)
+        shown = show_foreign(container, config)
+        container = shown.container
+        quantization = read(shown.config, modelopt=modelopt)
         groups = group(container.entries, quantization, container.metadata)
     except TransaxleError as error:
         return Catalog(container, container.entries, {}, None, _with_hint(error, container))
@@ -258,7 +279,51 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
             message = "a plain tensor and an encoded tensor have this name"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, table_entry.name)))
         entries[table_entry.name] = table_entry
-    return Catalog(container, entries, groups.encoded, quantization, tuple(problems))
+    return Catalog(container, entries, groups.encoded, quantization, tuple(problems), shown.program)
+
+
+class ForeignForm(msgspec.Struct, frozen=True):
+    """A checkpoint and its config, in a form in which encoded tensors can be read."""
+
+    container: Container
+    config: Mapping[str, Any]
+    program: str = ""
+    """Name of the program that stores the tensors in another form; empty if they are shown as they are stored."""
+
+
+def show_foreign(container: Container, config: Mapping[str, Any]) -> ForeignForm:
+    """Return a checkpoint of GPTQ, AWQ or bitsandbytes in a form in which its tensors can be read; any other as it is.
+
+    Raises:
+        TransaxleError: one error with the refusals of all tensors that do not fit together.
+    """
+    method = read_packed(config)
+    if method is not None:
+        _refuse_conv1d(config, PACKED_METHODS[method.name])
+        # imported inside the function, because few checkpoints need these modules
+        from transaxle.engine.views.packed_integers import as_compressed_tensors
+
+        changed, new_config = as_compressed_tensors(container, config, method)
+        return ForeignForm(changed, new_config, "" if changed is container else PACKED_METHODS[method.name])
+    if any(QUANT_STATE in name or name.endswith(ROW_SCALES) for name in container.entries):
+        from transaxle.engine.views.bitsandbytes import show_blocks
+
+        _refuse_conv1d(config, PACKED_METHODS[OF_BITSANDBYTES])
+        changed, config = show_blocks(container, config)
+        return ForeignForm(changed, config, "" if changed is container else PACKED_METHODS[OF_BITSANDBYTES])
+    return ForeignForm(container, config)
+
+
+_CONV1D = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
+"""Model types of transformers 5.23 whose layers are `Conv1D`, with weights `[inputs, outputs]`."""
+
+
+def _refuse_conv1d(config: Mapping[str, Any], program: str) -> None:
+    """Refuse a model whose weights are stored transposed once they are quantized, and not otherwise."""
+    model_type = config.get("model_type")
+    if model_type in _CONV1D:
+        message = f"{program} transposes the weights of {model_type}, whose layers are Conv1D; they are not read"
+        raise refuse("UNSUPPORTED", message, file="config.json", hint=_WAY_OUT)
 
 
 def _with_hint(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
@@ -330,7 +395,8 @@ def add_buffers(translation: Translation, catalog: Catalog) -> View:
     """
     if not catalog.encoded:
         return _view(structs.replace(translation, refusals=(*catalog.refusals, *translation.refusals)), {}, {})
-    return _BufferFollower(translation, catalog).run()
+    foreign = catalog.refuse_in_other_form(", which cannot be written with other names")
+    return _BufferFollower(structs.replace(translation, refusals=(*foreign, *translation.refusals)), catalog).run()
 
 
 def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: Mapping[str, EncodedTensor]) -> View:

@@ -45,7 +45,7 @@ from transaxle.encodings.conventions.packed_methods import (
 from transaxle.engine.source import Source
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, numpy_dtype
-from transaxle.formats.storage.copier import Bytes
+from transaxle.formats.storage.copier import Bytes, scatter
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, VirtualFiles
 from transaxle.move.transfer import Scratch, produce
 
@@ -60,6 +60,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Position of a code in a word of AWQ -> which of eight neighboring outputs it belongs to."""
 _BAND = 1 << 21
 """Number of bytes that are computed at once."""
+_AT_ONCE = 128
+"""Number of inputs whose codes are transposed at once, so that they stay in the processor's cache."""
 _CACHED = 8
 """Number of bands that are cached, since a reader takes smaller pieces."""
 _SCRATCH = 1 << 20
@@ -99,16 +101,21 @@ def in_order(words: Words) -> Words:
 
 def gptq_rows(words: Words) -> Words:
     """Return rows of `weight_packed` `[n, K/8]` from columns of GPTQ's `qweight` `[K/8, n]`."""
-    return np.ascontiguousarray(words.T)
+    rows, columns = words.shape
+    out: Bytes = np.empty(words.nbytes, np.uint8)
+    loops = [(columns, words.itemsize, rows * words.itemsize), (rows, columns * words.itemsize, words.itemsize)]
+    scatter(words.reshape(-1).view(np.uint8), out, 0, words.itemsize, loops)
+    return out.view(words.dtype).reshape(columns, rows)
 
 
 def awq_rows(words: Words) -> Words:
     """Return rows of `weight_packed` `[8n, K/8]` from columns of AWQ's `qweight` `[K, n]`."""
     inputs, columns = words.shape
-    blocks = transpose_nibbles(words.reshape(inputs // 8, 8, columns))
     rows = np.empty((columns, 8, inputs // 8), np.uint32)
-    for position, output in enumerate(_AWQ_ORDER):
-        rows[:, output] = blocks[:, position].T
+    for start in range(0, inputs, _AT_ONCE):
+        blocks = transpose_nibbles(words[start : start + _AT_ONCE].reshape(-1, 8, columns))
+        for position, output in enumerate(_AWQ_ORDER):
+            rows[:, output, start // 8 : start // 8 + len(blocks)] = blocks[:, position].T
     return rows.reshape(columns * 8, inputs // 8)
 
 

@@ -1,0 +1,172 @@
+"""Whole checkpoints of GPTQ, AWQ and bitsandbytes: decoded into dialects and into live models, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import transaxle as tx
+from tests import checkpoints
+from tests.engine import demand_refusal
+from tests.engine.packed import Made, awq, gptq
+from transaxle.errors import TransaxleError
+
+SIZES = checkpoints.SIZES | {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+CONFIG = {**checkpoints.CONFIG, **SIZES}
+KINDS: dict[str, Callable[..., Made]] = {
+    "gptq": gptq,
+    "gptq_v2, 8 bits": lambda *shape, seed: gptq(*shape, bits=8, first=False, seed=seed),
+    "gptq, desc_act": lambda *shape, seed: gptq(*shape, act=True, seed=seed),
+    "awq": awq,
+}
+KEPT = "model.layers.0.self_attn.q_proj.weight"
+
+
+def write(folder: Path, kind: str, **changes: Any) -> dict[str, torch.Tensor]:
+    """Write a tiny Qwen3-MoE, all whose linear layers but the router and the head are quantized; return all values."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    section: dict[str, Any] = {}
+    for seed, (name, array) in enumerate(checkpoints.tensors(SIZES).items()):
+        plain = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+        if "_proj." in name:
+            made = KINDS[kind](*array.shape, 16, seed=seed)
+            tensors |= {
+                name.removesuffix("weight") + part: tensor.contiguous() for part, tensor in made.tensors.items()
+            }
+            values[name], section = made.values.contiguous(), made.section
+        else:
+            tensors[name] = values[name] = plain
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {**CONFIG, "quantization_config": section} | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoded_for_the_hub(kind: str, tmp_path: Path) -> None:
+    """In float32 each value is the exact product, which the program rounds to F16."""
+    values = write(tmp_path / "source", kind)
+    for to, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        report = tx.convert(tmp_path / "source", tmp_path / to, to="hf", decode=to)
+        decoded = load_file(tmp_path / to / "model.safetensors")
+        assert decoded.keys() == values.keys()
+        for name, expected in values.items():
+            if "_proj." in name:
+                assert decoded[name].dtype is dtype
+                assert to == "bf16" or torch.equal(decoded[name].half(), expected)
+            else:
+                assert torch.equal(decoded[name], expected)
+        assert "quantization_config" not in json.loads((tmp_path / to / "config.json").read_text())
+        assert len(report.recoded) == sum("_proj." in name for name in values)
+    exact, rounded = (load_file(tmp_path / to / "model.safetensors") for to in ("fp32", "bf16"))
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in values)
+    with tx.open(tmp_path / "source") as stored, tx.open(tmp_path / "bf16") as decoded_files:
+        assert stored.parameters == decoded_files.parameters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dialects_get_decoded_values(kind: str, tmp_path: Path) -> None:
+    """The same as decoding for the hub first."""
+    write(tmp_path / "source", kind)
+    tx.convert(tmp_path / "source", tmp_path / "hub", to="hf", decode="bf16")
+    for to in ("safetensors:torchtitan", "safetensors:megatron", "safetensors:transformers"):
+        one, two = tmp_path / f"one {to}", tmp_path / f"two {to}"
+        tx.convert(tmp_path / "source", one, to=to, decode="bf16")
+        tx.convert(tmp_path / "hub", two, to=to)
+        assert checkpoints.same(one, two)
+
+
+def test_files_move_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq")
+    tx.convert(tmp_path / "source", tmp_path / "moved", to="safetensors")
+    assert checkpoints.same(tmp_path / "source", tmp_path / "moved")
+    sections = [
+        json.loads((tmp_path / place / "config.json").read_text())["quantization_config"]
+        for place in ("source", "moved")
+    ]
+    assert sections[0] == sections[1]
+    assert not tx.diff(tmp_path / "source", tmp_path / "moved").differences
+    with tx.open(tmp_path / "source") as checkpoint:
+        assert KEPT.replace("weight", "qweight") in checkpoint
+        assert checkpoint.decode("fp32")[KEPT].dtype == "F32"
+
+
+def test_live_tensors_get_decoded_values(tmp_path: Path) -> None:
+    values = write(tmp_path / "source", "gptq, desc_act")
+    state = {name: torch.zeros_like(value, dtype=torch.float32) for name, value in values.items() if "_proj." in name}
+    tx.load(state, tmp_path / "source", decode="fp32", strict=False)
+    assert all(torch.equal(state[name].half(), values[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "hf"}, "which cannot be written with other names"),
+        ({"to": "safetensors:torchtitan"}, "which cannot be written with other names"),
+        ({"to": "hf", "decode": "bf16", "skip": "*.q_proj.*"}, "stores them; decode all of them"),
+        ({"to": "safetensors", "dtype": "fp32"}, "other tensors beside them cannot be cast"),
+    ],
+)
+def test_codes_are_not_written_in_other_forms_by_accident(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "source", "awq")
+    with demand_refusal("UNSUPPORTED", "its weights are stored as AWQ stores them", message, "--decode bf16"):
+        tx.convert(tmp_path / "source", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_without_a_config_codes_are_refused(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "source", kind, quantization_config=None)
+    with demand_refusal("UNSUPPORTED", "it has codes of integers as GPTQ or AWQ stores them", "--config"):
+        tx.convert(tmp_path / "source", tmp_path / "out", to="hf", decode="bf16")
+
+
+def test_the_config_may_be_given(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq")
+    given = tmp_path / "given.json"
+    (tmp_path / "source" / "config.json").rename(given)
+    tx.convert(tmp_path / "source", tmp_path / "out", to="hf", decode="fp32", config=given)
+    (tmp_path / "source" / "config.json").write_text(given.read_text())
+    tx.convert(tmp_path / "source", tmp_path / "same", to="hf", decode="fp32")
+    assert checkpoints.same(tmp_path / "out", tmp_path / "same")
+
+
+def test_models_of_conv1d_layers_are_refused(tmp_path: Path) -> None:
+    """GPTQModel and transformers transpose their weights before they quantize them, gpt2's square ones too."""
+    write(tmp_path / "source", "gptq", model_type="gpt2")
+    with demand_refusal("UNSUPPORTED", "GPTQ transposes the weights of gpt2"):
+        tx.convert(tmp_path / "source", tmp_path / "out", to="safetensors", decode="bf16")
+
+
+def test_a_damaged_index_leaves_no_output(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    name = KEPT.replace("weight", "g_idx")
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(TransaxleError) as refused:
+        tx.convert(tmp_path / "source", tmp_path / "out", to="hf", decode="bf16")
+    assert (refused.value.code, refused.value.where.tensor) == ("CORRUPT", name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_are_those_of_the_array_that_a_user_reads(tmp_path: Path) -> None:
+    values = write(tmp_path / "source", "awq")
+    with tx.open(tmp_path / "source", decode="bf16") as checkpoint:
+        rows = checkpoint[KEPT].read((slice(5, 9), slice(3, 50)))
+        whole = checkpoint[KEPT].read()
+    assert rows.dtype == ml_dtypes.bfloat16
+    assert (rows == whole[5:9, 3:50]).all()
+    exact = values[KEPT].float().numpy()
+    assert abs(whole.astype("f4") - exact).max() <= abs(exact).max() * 2.0**-8
