@@ -26,12 +26,13 @@ from transaxle.axes.layout.bind import (
 )
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
-from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
+from transaxle.encodings.conventions.packed_methods import OF_BITSANDBYTES, PACKED_METHODS, QUANT_STATE, ROW_SCALES
+from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, read_packed
 from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
 from transaxle.engine.checkpoint.peft_adapter import ADAPTED, adapter_config, check_model
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, read_stored_config
-from transaxle.engine.views.encoded import Catalog, catalog
+from transaxle.engine.views.encoded import Catalog, catalog, refuse_section
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families, is_dialect
 from transaxle.formats.catalog import Container
@@ -586,6 +587,50 @@ def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
             raise refuse("UNKNOWN_AXIS", message, hint=f"Axes: {', '.join(sorted(family.axes))}.")
 
 
+class ForeignForm(msgspec.Struct, frozen=True):
+    """A checkpoint and its config, in a form in which encoded tensors can be read."""
+
+    container: Container
+    config: Mapping[str, Any]
+    program: str = ""
+    """Name of the program that stores the tensors in another form; empty if they are shown as they are stored."""
+
+
+def show_foreign(container: Container, config: Mapping[str, Any]) -> ForeignForm:
+    """Return a checkpoint of GPTQ, AWQ or bitsandbytes in a form in which its tensors can be read; any other as it is.
+
+    Raises:
+        TransaxleError: one error with the refusals of all tensors that do not fit together.
+    """
+    method = read_packed(config)
+    if method is not None:
+        _refuse_conv1d(config, PACKED_METHODS[method.name])
+        # imported inside the function, because few checkpoints need these modules
+        from transaxle.engine.views.packed_integers import as_compressed_tensors
+
+        changed, new_config = as_compressed_tensors(container, config, method)
+        return ForeignForm(changed, new_config, "" if changed is container else PACKED_METHODS[method.name])
+    if any(QUANT_STATE in name or name.endswith(ROW_SCALES) for name in container.entries):
+        from transaxle.engine.views.bitsandbytes import show_blocks
+
+        _refuse_conv1d(config, PACKED_METHODS[OF_BITSANDBYTES])
+        changed, config = show_blocks(container, config)
+        return ForeignForm(changed, config, "" if changed is container else PACKED_METHODS[OF_BITSANDBYTES])
+    return ForeignForm(container, config)
+
+
+_CONV1D = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
+"""Model types of transformers 5.23 whose layers are `Conv1D`, with weights `[inputs, outputs]`."""
+
+
+def _refuse_conv1d(config: Mapping[str, Any], program: str) -> None:
+    """Refuse a model whose weights are stored transposed once they are quantized, and not otherwise."""
+    model_type = config.get("model_type")
+    if model_type in _CONV1D:
+        message = f"{program} transposes the weights of {model_type}, whose layers are Conv1D; they are not read"
+        raise refuse("UNSUPPORTED", message, file=CONFIG, hint=_KEEP)
+
+
 class StoredNames:
     """How the family's table reads a checkpoint's stored names. This object is computed once, and shared by all views
     of the files.
@@ -611,7 +656,12 @@ class StoredNames:
         """The stored tensors as entries for the families' tables; an encoded tensor and its scales are one entry."""
         has_modelopt = MODELOPT_CONFIG in self._container.carried
         modelopt = read_stored_config(self._container.storage, MODELOPT_CONFIG) if has_modelopt else None
-        return catalog(self._container, self.config, modelopt)
+        try:
+            shown = show_foreign(self._container, self.config)
+        except TransaxleError as error:
+            refusals = refuse_section(error, self._container)
+            return Catalog(self._container, self._container.entries, {}, None, refusals)
+        return catalog(shown.container, shown.config, modelopt, shown.program)
 
     @cached_property
     def is_adapter(self) -> bool:

@@ -132,11 +132,11 @@ class _Weight(msgspec.Struct, frozen=True, dict=True):
         begin = first // size
         outer = self._range(self.buffers[_NESTED_ABSMAX], begin * 4, ceil(last / size) * 4).view("<f4")
         factors = outer[np.arange(first, last) // size - begin]
-        scales: NDArray[np.float32] = self._nested_table[stored] * factors
+        scales: NDArray[np.float32] = self._values_of_bytes[stored] * factors
         return scales + np.float32(self.state.nested_offset or 0)
 
     @cached_property
-    def _nested_table(self) -> NDArray[np.float32]:
+    def _values_of_bytes(self) -> NDArray[np.float32]:
         return self.source.read(self.buffers[_NESTED_MAP].name).view("<f4")
 
     def _range(self, entry: Entry, start: int, stop: int) -> Bytes:

@@ -33,8 +33,7 @@ from transaxle.axes.layout.relayout import Check, Shape, Target, identity_target
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import SPEAKING, group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, TE_NOTE, Convention
-from transaxle.encodings.conventions.packed_methods import OF_BITSANDBYTES, PACKED_METHODS, QUANT_STATE, ROW_SCALES
-from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read, read_packed
+from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
 from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.conventions.torchao_convention import SwizzledTensor, find_swizzled
@@ -234,13 +233,16 @@ def tile_of(encoding: Encoding, shape: Shape, role: Role) -> Tile:
     return encoding.tiles(shape) if role is Role.SCALE else matrix_tile(shape)
 
 
-def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> Catalog:
+def catalog(
+    container: Container, config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, program: str = ""
+) -> Catalog:
     """Find the encoded tensors of a container.
 
     Args:
         container: the container with the stored tensors.
         config: content of the model's config; empty if there is none.
         modelopt: content of the separate config of older ModelOpt exports; None if there is no such config.
+        program: name of the program that stores the encoded tensors in another form; see `Catalog.program`.
 
     Returns:
         The container's tensors as entries for the families' tables, with refusals of buffers that do not fit.
@@ -249,12 +251,10 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
         return Catalog(container, container.entries, {})
     container = use_compact_scales(container)
     try:
-        shown = show_foreign(container, config)
-        container = shown.container
-        quantization = read(shown.config, modelopt=modelopt)
+        quantization = read(config, modelopt=modelopt)
         groups = group(container.entries, quantization, container.metadata)
     except TransaxleError as error:
-        return Catalog(container, container.entries, {}, None, _with_hint(error, container))
+        return Catalog(container, container.entries, {}, None, refuse_section(error, container))
     refusals = tuple(
         refusal if refusal.hint else dataclasses.replace(refusal, hint=_WAY_OUT) for refusal in groups.refusals
     )
@@ -279,54 +279,10 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
             message = "a plain tensor and an encoded tensor have this name"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, table_entry.name)))
         entries[table_entry.name] = table_entry
-    return Catalog(container, entries, groups.encoded, quantization, tuple(problems), shown.program)
+    return Catalog(container, entries, groups.encoded, quantization, tuple(problems), program)
 
 
-class ForeignForm(msgspec.Struct, frozen=True):
-    """A checkpoint and its config, in a form in which encoded tensors can be read."""
-
-    container: Container
-    config: Mapping[str, Any]
-    program: str = ""
-    """Name of the program that stores the tensors in another form; empty if they are shown as they are stored."""
-
-
-def show_foreign(container: Container, config: Mapping[str, Any]) -> ForeignForm:
-    """Return a checkpoint of GPTQ, AWQ or bitsandbytes in a form in which its tensors can be read; any other as it is.
-
-    Raises:
-        TransaxleError: one error with the refusals of all tensors that do not fit together.
-    """
-    method = read_packed(config)
-    if method is not None:
-        _refuse_conv1d(config, PACKED_METHODS[method.name])
-        # imported inside the function, because few checkpoints need these modules
-        from transaxle.engine.views.packed_integers import as_compressed_tensors
-
-        changed, new_config = as_compressed_tensors(container, config, method)
-        return ForeignForm(changed, new_config, "" if changed is container else PACKED_METHODS[method.name])
-    if any(QUANT_STATE in name or name.endswith(ROW_SCALES) for name in container.entries):
-        from transaxle.engine.views.bitsandbytes import show_blocks
-
-        _refuse_conv1d(config, PACKED_METHODS[OF_BITSANDBYTES])
-        changed, config = show_blocks(container, config)
-        return ForeignForm(changed, config, "" if changed is container else PACKED_METHODS[OF_BITSANDBYTES])
-    return ForeignForm(container, config)
-
-
-_CONV1D = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
-"""Model types of transformers 5.23 whose layers are `Conv1D`, with weights `[inputs, outputs]`."""
-
-
-def _refuse_conv1d(config: Mapping[str, Any], program: str) -> None:
-    """Refuse a model whose weights are stored transposed once they are quantized, and not otherwise."""
-    model_type = config.get("model_type")
-    if model_type in _CONV1D:
-        message = f"{program} transposes the weights of {model_type}, whose layers are Conv1D; they are not read"
-        raise refuse("UNSUPPORTED", message, file="config.json", hint=_WAY_OUT)
-
-
-def _with_hint(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
+def refuse_section(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:
     """Return the refusals of a quantization config; if all tensors are plain, add the hint that the section may be left
     over.
     """
