@@ -235,3 +235,20 @@ def test_buffers_that_do_not_fit_are_refused(wrong: str, said: dict[str, Any], t
     assert code in {refusal.code for refusal in caught.value.refusals} or (wrong == "weight_shape" and "to" in said)
     assert any("layers.1.mlp.up_proj" in str(refusal) for refusal in caught.value.refusals)
     assert not out.exists()
+
+
+@pytest.mark.peers
+def test_a_load_without_decode_names_the_option(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    truth = store(source, *weights("dense"), Integers())
+    with quiet():
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = json.loads((source / "config.json").read_text())
+        config.pop("quantization_config")
+        model = Qwen3ForCausalLM(Qwen3Config(**config)).bfloat16()
+    with pytest.raises(tx.TransaxleError, match=r"weight_packed(?s:.*)decode=\"bf16\"") as caught:
+        tx.load(model, source)
+    assert {refusal.code for refusal in caught.value.refusals} == {"DTYPE_MISMATCH"}
+    tx.load(model, source, decode="bf16")
+    assert [name for name, tensor in model.state_dict().items() if not same(tensor, truth[name])] == []

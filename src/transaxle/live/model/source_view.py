@@ -423,10 +423,21 @@ def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: 
         source: names that only the source has, as the source spells them.
     """
     advice = "Use strict=False to load all other tensors."
+    as_codes = _find_codes(missing, {*unexpected, *source})
+    buffers = {stored for stored_names in as_codes.values() for stored in stored_names}
+    missing = [name for name in missing if name not in as_codes]
+    unexpected = [name for name in unexpected if name not in buffers]
     near = _closest(missing, (*unexpected, *source), "the source")
+    quantized = [
+        Refusal("DTYPE_MISMATCH", f"the source stores it quantized, as {names[0]}", Where(None, name), _DECODE)
+        for name, names in as_codes.items()
+    ]
     lacking = [
-        Refusal("MISSING_TENSOR", "the source has no tensor for it", Where(None, n), near.get(n, "") + advice)
-        for n in missing
+        *quantized,
+        *(
+            Refusal("MISSING_TENSOR", "the source has no tensor for it", Where(None, n), near.get(n, "") + advice)
+            for n in missing
+        ),
     ]
     near = _closest(unexpected, missing, "the model")
     return lacking + [
@@ -434,6 +445,28 @@ def refuse_unmatched(missing: Sequence[str], unexpected: Sequence[str], source: 
         for n in unexpected
         if n.rpartition(".")[2] != EXTRA_STATE
     ]
+
+
+_DECODE = 'Load the decoded values:  decode="bf16".'
+"""Hint in refusals of parameters that the source stores in several buffers."""
+
+
+def _find_codes(missing: Iterable[str], names: AbstractSet[str]) -> dict[str, list[str]]:
+    """Return missing name -> names of its buffers in the source, the codes first, for tensors with other names for
+    their codes.
+    """
+    from transaxle.encodings.conventions.convention import CONVENTIONS
+    from transaxle.encodings.encoding import Role
+
+    missing_names, codes = set(missing), dict[str, dict[str, None]]()
+    places = [(stored, place) for stored in sorted(names) for c in CONVENTIONS.values() for place in c.places(stored)]
+    for stored, (name, role) in places:
+        if role is Role.CODES and name in missing_names and stored != name:
+            codes.setdefault(name, {})[stored] = None
+    for stored, (name, _) in places:
+        if name in codes:
+            codes[name][stored] = None
+    return {name: list(buffers) for name, buffers in codes.items()}
 
 
 def _closest(names: Sequence[str], candidates: Iterable[str], side: str) -> dict[str, str]:
