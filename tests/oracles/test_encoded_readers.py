@@ -20,8 +20,10 @@ from transformers import CompressedTensorsConfig, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import transaxle as tx
+from tests.oracles.every_type import EXACT, HAND, recorded
 from tests.oracles.peer_bytes import Tensors
 from tests.oracles.quiet import quiet
+from tests.oracles.test_encoded_types import tiny
 from tests.oracles.tiny_models import drawn
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -32,6 +34,7 @@ SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 4,
     "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
 }  # fmt: skip
+TYPES = sorted(each for each, (table, said) in recorded()["types"].items() if (table, said) == (HAND, EXACT))
 KEPT, DECODED, GPU = "codes are kept", "decoded", "as on a GPU"
 RIGHT, WRONG, FAILS = "right", "wrong", "fails"
 EXPERTS = "*.experts.*"
@@ -101,6 +104,7 @@ def verdicts(
 ) -> tuple[str, list[str]]:
     """What transformers makes of an encoded model, in the two ways that it reads this encoding, and the notes of it."""
     model = model_of(model_type, sizes)
+    folder.mkdir(exist_ok=True)
     with quiet():
         model.save_pretrained(folder / "base")
     report = tx.convert(folder / "base", folder / "out", to=to, encode=encoding, sync=False, **patterns)
@@ -166,6 +170,7 @@ CASES = [
 decoded; what the only note says."""
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("model_type", "encoding", "to", "sizes", "patterns", "expected", "note"), CASES)
 def test_a_note_says_what_transformers_makes_of_it(
     model_type: str,
@@ -193,3 +198,12 @@ def test_transformers_reads_stacks_that_stay_plain(model_type: str, encoding: st
     made, notes = verdicts(model_type, encoding, tmp_path, IN_MEMORY, {})
     assert made == BOTH_RIGHT
     assert all(note.startswith(PLAIN) for note in notes)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", TYPES)
+def test_of_every_type_no_value_is_misread_without_a_note(model_type: str, tmp_path: Path) -> None:
+    for encoding in (BLOCK, NVFP4):
+        with tiny():
+            made, notes = verdicts(model_type, encoding, tmp_path / encoding, "hf", {})
+        assert WRONG not in made or any("so with wrong values" in note for note in notes), (encoding, made)
