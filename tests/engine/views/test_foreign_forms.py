@@ -10,6 +10,8 @@ from typing import Any
 import ml_dtypes
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 import transaxle as tx
@@ -107,6 +109,35 @@ def test_live_tensors_get_decoded_values(tmp_path: Path) -> None:
     assert all(torch.equal(state[name].half(), values[name]) for name in state)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "desc_act" not in kind])
+def test_restated_files_are_decompressed_by_compressed_tensors(kind: str, tmp_path: Path) -> None:
+    values = write(tmp_path / "source", kind)
+    tx.convert(tmp_path / "source", tmp_path / "out", to="hf", restate="compressed_tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert (config["format"], group["targets"], "lm_head" in config["ignore"]) == ("pack-quantized", ["Linear"], True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**group["weights"]))
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for name, expected in values.items():
+        if "_proj." in name:
+            module = name.removesuffix("weight")
+            state = {key.removeprefix(module): tensor for key, tensor in stored.items() if key.startswith(module)}
+            assert torch.equal(PackedQuantizationCompressor.decompress(state, scheme)["weight"], expected)
+        else:
+            assert torch.equal(stored[name], expected)
+    for to in ("hf", "safetensors:torchtitan"):
+        one, two = tmp_path / f"one {to}", tmp_path / f"two {to}"
+        tx.convert(tmp_path / "source", one, to=to, decode="bf16")
+        tx.convert(tmp_path / "out", two, to=to, decode="bf16")
+        assert checkpoints.same(one, two)
+
+
+def test_reordered_columns_are_not_restated(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq, desc_act")
+    with demand_refusal("UNSUPPORTED", "GPTQ has its columns in another order (desc_act)"):
+        tx.convert(tmp_path / "source", tmp_path / "out", to="hf", restate="compressed_tensors")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -120,7 +151,7 @@ def test_codes_are_not_written_in_other_forms_by_accident(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(tmp_path / "source", "awq")
-    with demand_refusal("UNSUPPORTED", "its weights are stored as AWQ stores them", message, "--decode bf16"):
+    with demand_refusal("UNSUPPORTED", "its weights are stored as AWQ stores them", message, "--restate compressed"):
         tx.convert(tmp_path / "source", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from transaxle.axes.layout.relayout import Check, Shape, Target, identity_target
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import SPEAKING, group
-from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, TE_NOTE, Convention
+from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, PREFERRED, TE_NOTE, Convention
 from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
 from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
@@ -150,10 +150,8 @@ _SCALE = "scale"
 """Text that occurs in the name of every buffer that contains scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
 """Hint in refusals of buffers that do not fit their tensor."""
-_FOREIGN_HINT = (
-    "Write decoded values:  --decode bf16.  To keep the tensors exactly as stored:  --to safetensors:identity."
-)
-"""Hint in refusals of tensors that are shown in another form than they are stored."""
+_RESTATE_HINT = "For the same codes with other names:  --restate compressed_tensors."
+"""Hint in refusals of tensors that are shown as those of compressed-tensors."""
 _SHAPE_HINT = "The file is damaged, or its rows are padded, which is not supported."
 """Hint in refusals of tensors whose stored shape is wrong."""
 _DECODE_HINT = "Choose a dialect that stores these tensors separately, or decode them:  --decode bf16."
@@ -198,7 +196,10 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
         """
         if self.program and self.encoded:
             message = f"its weights are stored as {self.program} stores them{reason}"
-            yield Refusal("UNSUPPORTED", message, Where(None, next(iter(self.encoded))), _FOREIGN_HINT)
+            conventions = {tensor.convention for tensor in self.encoded.values()}
+            hint = f"{_RESTATE_HINT}\n{_WAY_OUT}" if conventions == {COMPRESSED_TENSORS} else _WAY_OUT
+            where = Where(None, next(iter(self.encoded)))
+            yield Refusal("UNSUPPORTED", message, where, f"Write decoded values:  --decode bf16.\n{hint}")
 
     @cached_property
     def buffers(self) -> dict[str, Entry]:

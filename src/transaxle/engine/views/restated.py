@@ -66,6 +66,7 @@ from transaxle.encodings.encoding import (
 from transaxle.engine.source import Source, redescribe
 from transaxle.engine.views.decoded import Decoder, RowMajorBytes, with_decoded, without_notes
 from transaxle.engine.views.encoded import Catalog, buffer_name, catalog
+from transaxle.engine.views.stated_shapes import with_shape_files
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
@@ -482,7 +483,7 @@ class _Restating:
                 self._problems.extend(error.refusals)
         if self._problems:
             raise gathered(self._problems)
-        if not self._new:
+        if not self._new and not self._catalog.program:
             return self._container, self._user_config
         container = self._with_buffers()
         user_config = None if self._user_config is None else self._rewrite(self._user_config, container)
@@ -499,6 +500,9 @@ class _Restating:
 
     def _restate(self, tensor: EncodedTensor) -> None:
         stored = _Stored(tensor, self._source, self._container.storage)
+        if self._catalog.program and tensor.encoding.tiles(tensor.shape)[-1] == 1 < tensor.shape[-1]:
+            message = f"{self._catalog.program} has its columns in another order (desc_act): each would get a scale"
+            raise refuse("UNSUPPORTED", message, tensor=tensor.name, hint=_LEAVE)
         recoded = self._to not in RESTATED_CONVENTIONS
         if self._to == tensor.encoding.name or RESTATED_CONVENTIONS.get(self._to) == tensor.convention:
             self._encoded[tensor.name] = tensor
@@ -631,7 +635,7 @@ class _Restating:
         )
         return structs.replace(
             container,
-            storage=VirtualFiles(container.storage, self._files),
+            storage=VirtualFiles(with_shape_files(container).storage, self._files),
             entries=entries,
             metadata=metadata,
             left={**container.left, **training_entries},
@@ -657,6 +661,9 @@ class _Restating:
             kinds[before, after] = kinds.get((before, after), 0) + 1
         for (before, after), count in kinds.items():
             yield f"restated without rounding: {plural(count, 'tensor')}, {before} as {after}"
+        if self._catalog.program:
+            count = len(self._encoded)
+            yield f"{plural(count, 'tensor')} of {self._catalog.program} with the same codes, scales and zero points"
         if any(Role.INPUT_SCALE in tensor.parts and self._inverts_inputs(tensor) for tensor in changed):
             yield "scales of inputs are the inverses of the source's, in float32; they belong to no weight"
 
