@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import transaxle as tx
+from tests.oracles import automodel_peer
 from tests.oracles.peer_bytes import Tensors, differing, loaded, memory, published
 from tests.oracles.quiet import quiet
 from tests.oracles.tiny_models import drawn
@@ -89,6 +90,18 @@ def test_transformers_decodes_the_same_values(source: tuple[Path, Any], tmp_path
     assert all(value.dtype not in (torch.int8, E8M0, torch.float8_e4m3fn) for value in hub.values())
     assert "quantization_config" not in json.loads((tmp_path / "hub/config.json").read_text("utf-8"))
     assert convert(tmp_path / "hub", tmp_path / "again", "safetensors:transformers").keys() == ours.keys()
+
+
+def test_automodel_reads_the_same_values(source: tuple[Path, Any], tmp_path: Path) -> None:
+    config = json.loads((source[0] / "config.json").read_text("utf-8"))
+    config |= {"layer_types": None, "mlp_layer_types": None, "num_nextn_predict_layers": 0}
+    trained = automodel_peer.own(config)
+    assert trained is not None
+    with quiet():
+        theirs = trained.state_dict_adapter.from_hf(loaded(source[0]))
+    ours = convert(source[0], tmp_path / "ours", "safetensors:automodel", "bf16")
+    assert differing({name: value.float() for name, value in ours.items()},
+                     {name: value.float() for name, value in theirs.items()}) == []  # fmt: skip
 
 
 @pytest.mark.parametrize("dialect", ["transformers", "automodel", "vllm"])
