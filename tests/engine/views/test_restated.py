@@ -506,8 +506,30 @@ def test_a_scale_that_no_number_expresses_is_refused_before_anything_is_written(
         checkpoint[f"{Q}.weight_scale_2"].read()
 
 
+def test_a_cache_in_fp8_is_described_as_the_target_does(tmp_path: Path) -> None:
+    """Both read back as FP8 by vLLM; ModelOpt's own file has another key for it."""
+    config: dict[str, Any] = {**CONFIG, "quantization_config": section(HALF, "nvfp4-pack-quantized")}
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = {**scheme, "observer": "minmax"}
+    source = save(tmp_path / "a", nvfp4(300.0), config)
+    restate(source, tmp_path / "b", "modelopt")
+    assert config_section(tmp_path / "b")["kv_cache_scheme"] == {"num_bits": 8, "type": "float", "dynamic": False}
+    restate(tmp_path / "b", tmp_path / "c", "compressed_tensors")
+    assert config_section(tmp_path / "c")["kv_cache_scheme"] == scheme
+    (tmp_path / "b" / "transaxle.json").unlink()
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": []}
+    (tmp_path / "b" / "config.json").write_text(json.dumps(CONFIG))
+    exported = {"producer": {"name": "modelopt", "version": "0.33"}, "quantization": quantization}
+    (tmp_path / "b" / "hf_quant_config.json").write_text(json.dumps(exported))
+    restate(tmp_path / "b", tmp_path / "d", "compressed_tensors")
+    assert config_section(tmp_path / "d")["kv_cache_scheme"] == scheme
+    assert not (tmp_path / "d" / "hf_quant_config.json").exists()
+    with pytest.raises(Refused, match="which te cannot express"):
+        tx.open(source, restate="te")
+
+
 def _with_cache(config: dict[str, Any]) -> None:
-    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 4, "type": "int"}
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {

@@ -222,25 +222,49 @@ def quantizes_inputs(source: Quantization | None, tensor: EncodedTensor) -> bool
     return source is not None and source.method == FP8
 
 
-def refuse_quantized_cache(source: Quantization | None) -> None:
-    """Refuse a config that also describes how keys and values are cached, because each method describes this in its
-    own way.
+_CACHE_OF = {
+    COMPRESSED: {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
+    MODELOPT_METHOD: {"num_bits": 8, "type": "float", "dynamic": False},
+}
+"""Quantization method -> its description of a cache of keys and values in FP8 with one scale per tensor."""
+
+
+def check_cache(source: Quantization | None, target: Convention) -> None:
+    """Refuse a config with a description of cached keys and values that the target's method cannot express.
 
     Raises:
         Refused: with the code UNSUPPORTED.
     """
     keys = [key for key in CACHE if source is not None and source.section.get(key)]
-    if source is not None and keys:
-        location = ".".join((*source.paths[0], keys[0]))
-        message = f"{location} describes how keys and values are cached, which cannot be restated"
-        hint = f"If the cache is not to be quantized, remove {keys[0]} from the file."
-        raise refuse("UNSUPPORTED", message, file=source.file, hint=hint)
+    if source is None or not keys or source.method == _METHOD_OF.get(target.name):
+        return
+    if _has_fp8_cache(source) and _METHOD_OF.get(target.name) in _CACHE_OF:
+        return
+    location = ".".join((*source.paths[0], keys[0]))
+    message = f"{location} describes how keys and values are cached, which {target.name} cannot express"
+    hint = f"If the cache is not to be quantized, remove {keys[0]} from the file."
+    raise refuse("UNSUPPORTED", message, file=source.file, hint=hint)
+
+
+_METHOD_OF = {COMPRESSED_TENSORS: COMPRESSED, MODELOPT: MODELOPT_METHOD, DEEPSEEK: FP8}
+"""Convention -> quantization method in the config, if the method describes a cache."""
+
+
+def _has_fp8_cache(source: Quantization) -> bool:
+    """Return whether keys and values are cached in FP8 with one scale per tensor, as far as the config says."""
+    algorithm, scheme = source.section.get(CACHE[1]), source.section.get(CACHE[0])
+    if algorithm:
+        return str(algorithm).upper() == "FP8"
+    expected: Mapping[str, Any] = _CACHE_OF[COMPRESSED]
+    given = {key: value for key, value in scheme.items() if value is not None} if isinstance(scheme, Mapping) else {}
+    named = {key: value for key, value in given.items() if key in expected}
+    return all(expected[key] == value for key, value in named.items()) and {"num_bits", "type"} <= named.keys()
 
 
 def describe_inputs(
     config: Mapping[str, Any], source: Quantization | None, encoded: Mapping[str, EncodedTensor]
 ) -> dict[str, Any]:
-    """Return a config in which groups of compressed-tensors say how inputs are quantized, if the source's config says
+    """Return a config that also says how inputs and cached keys and values are quantized, if the source's config says
     so.
 
     Args:
@@ -252,8 +276,16 @@ def describe_inputs(
     for outer in (result, *(result[key] for key in NESTED if isinstance(result.get(key), dict))):
         for key in (SECTION, OLD_SECTION):
             if key in outer:
-                outer[key] = _with_inputs(outer[key], source, encoded)
+                outer[key] = _with_cache(_with_inputs(outer[key], source, encoded), source)
     return result
+
+
+def _with_cache(section: Mapping[str, Any], source: Quantization | None) -> dict[str, Any]:
+    cache = _CACHE_OF.get(str(section.get(METHOD)))
+    is_described = any(section.get(key) for key in CACHE)
+    if source is None or cache is None or is_described or not any(source.section.get(key) for key in CACHE):
+        return dict(section)
+    return {**section, CACHE[0]: dict(cache)}
 
 
 def _with_inputs(

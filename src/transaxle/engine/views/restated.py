@@ -44,10 +44,10 @@ from transaxle.encodings.conventions.restating import (
     RESTATED_CONVENTIONS,
     RestatedNumbers,
     can_store,
+    check_cache,
     conventions_with,
     encoding_in,
     input_meaning,
-    refuse_quantized_cache,
     restate_globals,
     restate_inputs,
 )
@@ -674,7 +674,8 @@ class _Restating:
     def _with_config(self, container: Container) -> Container:
         """Return the container with a config.json that describes the restated tensors."""
         files: dict[str, InMemoryFile] = {}
-        refuse_quantized_cache(self._catalog.quantization)
+        for name in sorted({tensor.convention for tensor in self._encoded.values()}):
+            check_cache(self._catalog.quantization, CONVENTIONS[name])
         config = self._user_config
         if CONFIG in container.carried:
             config = _read_config(container)
