@@ -256,9 +256,9 @@ def _has_fp8_cache(source: Quantization) -> bool:
     if algorithm:
         return str(algorithm).upper() == "FP8"
     expected: Mapping[str, Any] = _CACHE_OF[COMPRESSED]
-    given = {key: value for key, value in scheme.items() if value is not None} if isinstance(scheme, Mapping) else {}
-    named = {key: value for key, value in given.items() if key in expected}
-    return all(expected[key] == value for key, value in named.items()) and {"num_bits", "type"} <= named.keys()
+    pairs = scheme.items() if isinstance(scheme, Mapping) else ()
+    stated = {key: value for key, value in pairs if value is not None and key in expected}
+    return all(expected[key] == value for key, value in stated.items()) and {"num_bits", "type"} <= stated.keys()
 
 
 def describe_inputs(

@@ -256,20 +256,22 @@ def _reals_of_exponents(stored: _Stored, start: int, stop: int) -> Bytes:
 
 def _as_eight_bits(stored: _Stored, start: int, stop: int) -> Bytes:
     """Return E2M1 codes as E4M3 codes of the same values."""
-    pairs = _e4m3_codes()[8][_PAIRS]
-    codes: Bytes = pairs[stored.codes.read(start // 2, -(-stop // 2))].reshape(-1)
-    return codes[start % 2 :][: stop - start]
+    pairs = _e4m3_pairs()[-_LEAST << 8 :].take(stored.codes.read(start // 2, -(-stop // 2)))
+    return pairs.view(np.uint8)[start % 2 :][: stop - start]
 
 
 @cache
-def _e4m3_codes() -> Bytes:
-    """Return a table of E4M3 codes: row `8 + n` has the codes of all E2M1 values times `2**n`, and the last row NaN."""
+def _e4m3_pairs() -> NDArray[np.uint16]:
+    """Return a table of pairs of E4M3 codes: entry `256 (8 + n) + b` has the codes of the two E2M1 values of the byte
+    `b`, times `2**n`; the last 256 entries are NaN.
+    """
     from transaxle.encodings.arithmetic.minifloat import E2M1, E4M3
 
     byte_of = {float(value): byte for byte, value in enumerate(E4M3.values[: E4M3.largest + 1])}
     rows = [[byte_of[float(value) * 2.0**power] for value in E2M1.values[:8]] for power in range(_LEAST, _MOST + 1)]
     table = np.array([*rows, [E4M3.nan] * 8], np.uint8)
-    return np.concatenate([table, table | 0x80], axis=1)
+    codes = np.concatenate([table, table | 0x80], axis=1)
+    return np.ascontiguousarray(codes[:, _PAIRS]).view("<u2").reshape(-1)
 
 
 _LEAST, _MOST = -8, 6
@@ -333,8 +335,8 @@ class _InTiles:
         powers = tile_row.power.repeat(self._width)[: self._groups]
         shifts = exponents.astype(np.int16) - 127 - powers
         table_rows = np.where(exponents == _E8M0_NAN, _MOST - _LEAST + 1, shifts.clip(_LEAST, _MOST) - _LEAST)
-        pairs = _PAIRS[codes].reshape(count, self._groups, _SPAN)
-        return _e4m3_codes()[table_rows[..., None], pairs].reshape(-1)
+        first_entries = (table_rows.astype(np.int16) << 8)[..., None]
+        return _e4m3_pairs().take(first_entries + codes.reshape(count, self._groups, -1)).reshape(-1).view(np.uint8)
 
     def _require_tile_row(self, number: int) -> _TileRow:
         tile_row = self._tile_row(number)
