@@ -132,6 +132,13 @@ def test_restated_files_are_decompressed_by_compressed_tensors(kind: str, tmp_pa
         assert checkpoints.same(one, two)
 
 
+def test_no_other_weights_are_encoded_beside_them(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq")
+    with demand_refusal("UNSUPPORTED", "weights of GPTQ stay as they are, and no quantization_config describes others"):
+        tx.convert(tmp_path / "source", tmp_path / "out", to="safetensors", encode="mxfp8", only="lm_head.weight")
+    assert not (tmp_path / "out").exists()
+
+
 def test_reordered_columns_are_not_restated(tmp_path: Path) -> None:
     write(tmp_path / "source", "gptq, desc_act")
     with demand_refusal("UNSUPPORTED", "GPTQ has its columns in another order (desc_act)"):

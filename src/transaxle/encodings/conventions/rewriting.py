@@ -30,6 +30,7 @@ from transaxle.encodings.conventions.convention import (
     WORDS,
     Shape,
 )
+from transaxle.encodings.conventions.packed_methods import PACKED_METHODS
 from transaxle.encodings.conventions.quantization import (
     CONFIG,
     NESTED,
@@ -269,6 +270,11 @@ class _SectionWriter:
             message = (
                 f"tensors in the convention {next(iter(self.encoded.values())).convention} can be read, but not written"
             )
+            if self.method is not None and self.method in PACKED_METHODS:
+                program = PACKED_METHODS[self.method]
+                message = f"weights of {program} stay as they are, and no {SECTION} describes others beside them"
+                hint = "Decode all of them first (--decode bf16), then encode the result."
+                raise refuse("UNSUPPORTED", message, file=CONFIG, hint=hint)
             raise refuse("UNSUPPORTED", message, file=CONFIG)
         # Each method yields candidate sections, those with the least change first. The first candidate that describes
         # the tensors correctly when it is read is used.
