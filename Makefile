@@ -22,6 +22,8 @@ TITAN  := torchtitan nemo-automodel
 # verl's wheel has a package `tests`, so it gets a folder of its own, without its dependencies but for what it imports.
 VERL   := verl==0.9.1 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict==0.10.0 hydra-core==1.3.8 \
           codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.3
+# It needs only torch, numpy and safetensors, in any versions.
+LLM    := llm-dequant==0.1.0
 BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
@@ -84,7 +86,7 @@ check: $(VENV)/.all
 	$(BIN)/python -m pytest -q $(QUICK) --numprocesses $(JOBS) --dist worksteal; tests=$$?; \
 	wait $$types && exit $$tests
 
-test: lint $(VENV)/verl
+test: lint $(VENV)/verl $(VENV)/llm-dequant
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
 # Run it before and after a change that must not change results. REWRITE=--rewrite-golden records the current results.
@@ -201,6 +203,12 @@ $(VENV)/verl: $(VENV)/.torch
 	@echo 'installing verl'
 	@$(PIP) install --quiet --no-deps --target $@.new $(VERL)
 	@rm -rf $@ $@.new/tests $@.new/scripts
+	@mv $@.new $@
+
+$(VENV)/llm-dequant: $(VENV)/.torch
+	@echo 'installing llm-dequant'
+	@$(PIP) install --quiet --no-deps --target $@.new $(LLM)
+	@rm -rf $@
 	@mv $@.new $@
 
 $(MEGATRON_VENV)/.all: $(BRIDGE)
