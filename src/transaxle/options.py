@@ -106,7 +106,7 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
         Option("restate", "choice", "Store quantized tensors in this convention or encoding, with the same values.",
                example="modelopt", common=True, choices=(
                    "compressed_tensors", "modelopt", "deepseek", "gpt_oss", "te", "torchao", "transformers_fp8",
-                   "mxfp8", "float8_block", "nvfp4", "bf16",
+                   "mxfp8", "float8_block", "nvfp4", "int8", "bf16",
                )),
         Option("dtype", "float_type", "Cast plain floating-point tensors to this type.",
                choices=("bf16", "fp16", "fp32"), common=True),

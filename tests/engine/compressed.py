@@ -56,7 +56,7 @@ def quantize(weight: torch.Tensor, integers: Integers) -> tuple[Tensors, torch.T
         state = {"weight": weight.clone(), "weight_scale": scale, "weight_zero_point": zero_point}
         stored = compressor.compress(state, scheme)
         names = compressor.compression_param_names(scheme)
-        buffers = {name: stored[name].contiguous() for name in names if name in stored}
+        buffers = {name: stored[name].clone(memory_format=torch.contiguous_format) for name in names if name in stored}
         return buffers, compressor.decompress(dict(buffers), scheme)["weight"]
 
 

@@ -252,3 +252,42 @@ def test_a_load_without_decode_names_the_option(tmp_path: Path) -> None:
     assert {refusal.code for refusal in caught.value.refusals} == {"DTYPE_MISMATCH"}
     tx.load(model, source, decode="bf16")
     assert [name for name, tensor in model.state_dict().items() if not same(tensor, truth[name])] == []
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("rows", [24, 20, 21, 11])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_int4_as_int8_is_what_compressed_tensors_unpacks(
+    rows: int, symmetric: bool, stacked: bool, tmp_path: Path
+) -> None:
+    """The same values as 8-bit integers, also where rows do not fill the words of zero points."""
+    integers, source = Integers(symmetric=symmetric), tmp_path / "source"
+    torch.manual_seed(rows)
+    weight = torch.randn(3, rows, 64) if stacked else torch.randn(rows, 64)
+    name = "experts.gate_up_proj" if stacked else "a_proj.weight"
+    truth = store(source, {name: weight.bfloat16()}, {}, integers)[name]
+    if stacked:
+        held = load_file(source / "model.safetensors")
+        save_file({key.replace("weight", ""): value for key, value in held.items()}, source / "model.safetensors")
+    with quiet():
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+    before = {key.rpartition("_")[2]: value for key, value in load_file(source / "model.safetensors").items()}
+    tx.convert(source, tmp_path / "out", to="safetensors:identity", restate="int8", sync=False)
+    after = {key.rpartition("_")[2]: value for key, value in load_file(tmp_path / "out" / "model.safetensors").items()}
+    codes = [
+        unpack_from_int32(matrix, 4, torch.Size([rows, 64]))
+        for matrix in before["packed"].reshape(-1, rows, 8).unbind()
+    ]
+    packed = torch.stack([pack_to_int32(each, 8) for each in codes]).reshape(after["packed"].shape)
+    assert same(after["packed"], packed)
+    assert same(after["scale"], before["scale"])
+    assert same(after["shape"], before["shape"])
+    with tx.open(tmp_path / "out", decode="bf16") as decoded:
+        assert {tensor.name for tensor in tx.open(tmp_path / "out").encoded.values()} == {name}
+        assert torch.equal(decoded[name].torch(), truth)
+    if not symmetric:
+        words = before["point"].reshape(-1, *before["point"].shape[-2:]).unbind()
+        zeros = [unpack_from_int32(matrix, 4, torch.Size([rows, 2]), packed_dim=0) for matrix in words]
+        expected = torch.stack([pack_to_int32(each.contiguous(), 8, packed_dim=0) for each in zeros])
+        assert same(after["point"], expected.reshape(after["point"].shape))

@@ -27,8 +27,10 @@ from transaxle.encodings.conventions.convention import (
     DEEPSEEK,
     GPT_OSS,
     MODELOPT,
+    PACKED_BYTES,
     TE,
     TORCHAO,
+    WORDS,
     Convention,
     GlobalMeaning,
     products_under,
@@ -44,7 +46,20 @@ from transaxle.encodings.conventions.scheme import (
     MODELOPT_METHOD,
     SECTION,
 )
-from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, EncodedTensor, Encoding, Role
+from transaxle.encodings.encoding import (
+    FLOAT8,
+    FLOAT8_BLOCK,
+    INT4,
+    INT8,
+    INTEGER_CODES,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    WHOLE,
+    EncodedTensor,
+    Encoding,
+    Role,
+)
 from transaxle.errors import refuse
 
 TRANSFORMERS_FP8 = "transformers_fp8"
@@ -61,6 +76,7 @@ RECODINGS: Mapping[str, frozenset[str]] = MappingProxyType(
         MXFP8.name: frozenset({MXFP4.name}),
         FLOAT8_BLOCK.name: frozenset({MXFP4.name}),
         NVFP4.name: frozenset({MXFP4.name}),
+        INT8.name: frozenset({INT4.name}),
     }
 )
 """Target of restating -> encodings that can be recoded exactly to the encoding of this name."""
@@ -73,6 +89,34 @@ _NEIGHBOURS = 4
 def input_meaning(convention: Convention, encoding: Encoding) -> GlobalMeaning:
     """Return whether a convention stores the scale of a layer's inputs as a factor or as its inverse, a divisor."""
     return "divisor" if convention.name == COMPRESSED_TENSORS and encoding.code_bits < 8 else "factor"
+
+
+_WIDENED = INTEGER_CODES[PACKED_BYTES] - INTEGER_CODES[INT4.code]
+"""Number that is added to a stored 4-bit integer to store it in a byte."""
+
+
+def widen_integers(halves: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the bytes in which the integers of packed 4-bit codes are stored, for codes `u8[…, n]`: `u8[…, 2 n]`."""
+    both = np.stack([halves & 15, halves >> 4], -1).reshape(*halves.shape[:-1], -1)
+    wide: NDArray[np.uint8] = both + np.uint8(_WIDENED)
+    return wide
+
+
+def widen_zero_points(words: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
+    """Return the zero points of a matrix in words of four bytes instead of words of eight 4-bit integers.
+
+    Args:
+        words: the bytes of the words, `u8[ceil(rows / 8), groups, 4]`.
+        rows: number of rows of the matrix; words are padded with zeros.
+
+    Returns:
+        The bytes of the new words, `u8[ceil(rows / 4), groups, 4]`.
+    """
+    per_row = widen_integers(words).transpose(0, 2, 1).reshape(-1, words.shape[1])
+    per_row[rows:] = 0
+    count = -(-rows // WORDS[PACKED_BYTES])
+    per_word = per_row[: count * WORDS[PACKED_BYTES]].reshape(count, WORDS[PACKED_BYTES], -1)
+    return np.ascontiguousarray(per_word.transpose(0, 2, 1))
 
 
 class RestatedNumbers(msgspec.Struct, frozen=True):

@@ -415,13 +415,13 @@ class Decoder:
         """Refuse a stored shape that differs from the shape of the codes."""
         if self._shape_agrees or Role.SHAPE not in self.tensor.parts:
             return
-        name = self.tensor.parts[Role.SHAPE]
+        name = buffer_name(self.tensor.name, Role.SHAPE)
         entry = self._source.entries[name]
         stated = self._source.read(name).view(numpy_dtype(entry.dtype)).tolist()
         if tuple(stated) != self.tensor.shape:
             message = f"it states the shape {stated}, but the codes have the shape {list(self.tensor.shape)}"
             hint = "The file is damaged, or its rows are padded, which is not supported."
-            raise refuse("SHAPE_MISMATCH", message, tensor=name, hint=hint)
+            raise refuse("SHAPE_MISMATCH", message, tensor=self.tensor.parts[Role.SHAPE], hint=hint)
         self._shape_agrees = True
 
     @cached_property

@@ -211,8 +211,8 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
             for role, stored in tensor.parts.items():
                 if role is not Role.CODES:
                     entry = self.container.entries[stored]
-                    if role is Role.SHAPE:  # read to compare it, with its stored name
-                        buffers[stored] = entry
+                    if role is Role.SHAPE:
+                        buffers[buffer_name(tensor.name, role)] = entry
                         continue
                     shape = grid_of(tensor.encoding, tensor.shape, role)
                     buffers[buffer_name(tensor.name, role)] = redescribe(entry, tensor.name, entry.dtype, shape)
@@ -509,10 +509,10 @@ class _BufferFollower:
         dtype = self.catalog.container.entries[tensor.parts[Role.SHAPE]].dtype
         checks = []
         for source in sources:
-            stored = source.parts[Role.SHAPE]
-            stated, entry = self._literal(source.shape, dtype), self.catalog.container.entries[stored]
+            stored, name = source.parts[Role.SHAPE], buffer_name(source.name, Role.SHAPE)
+            stated, entry = self._literal(source.shape, dtype), self.catalog.buffers[name]
             why = f"{stored} states another shape than the codes have, {list(source.shape)}"
-            checks.append(Check(identity_target(stored, entry), stated, why, _SHAPE_HINT))
+            checks.append(Check(identity_target(name, entry), stated, why, _SHAPE_HINT))
         return structs.replace(self._literal(target.shape, dtype), rule=target.rule), checks
 
     def _literal(self, shape: Shape, dtype: str) -> Target:

@@ -29,10 +29,12 @@ from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.conventions.convention import (
     CONVENTIONS,
     DEEPSEEK,
+    PACKED_BYTES,
     PREFERRED,
     TE,
     TE_NOTE,
     TORCHAO,
+    WORDS,
     Convention,
     Shape,
     training_only,
@@ -50,12 +52,15 @@ from transaxle.encodings.conventions.restating import (
     input_meaning,
     restate_globals,
     restate_inputs,
+    widen_integers,
+    widen_zero_points,
 )
 from transaxle.encodings.conventions.rewriting import rewrite_config, without_quantization
 from transaxle.encodings.conventions.torchao_convention import NAMES, PLAIN_TENSOR, describe_tensor
 from transaxle.encodings.encoding import (
     ENCODINGS,
     FLOAT8_BLOCK,
+    INT8,
     MXFP8,
     NVFP4,
     EncodedTensor,
@@ -258,6 +263,26 @@ def _as_eight_bits(stored: _Stored, start: int, stop: int) -> Bytes:
     """Return E2M1 codes as E4M3 codes of the same values."""
     pairs = _e4m3_pairs()[-_LEAST << 8 :].take(stored.codes.read(start // 2, -(-stop // 2)))
     return pairs.view(np.uint8)[start % 2 :][: stop - start]
+
+
+def _as_bytes(stored: _Stored, start: int, stop: int) -> Bytes:
+    """Return 4-bit integers as 8-bit integers of the same values."""
+    return widen_integers(stored.codes.read(start // 2, -(-stop // 2)))[start % 2 :][: stop - start]
+
+
+def _zeros_as_bytes(stored: _Stored, start: int, stop: int) -> Bytes:
+    """Return 4-bit zero points as 8-bit zero points of the same values."""
+    shape = stored.entry(Role.ZERO).shape
+    matrix_bytes = prod(shape[-2:]) * _WORD_BYTES
+    wide_bytes = -(-stored.rows // WORDS[PACKED_BYTES]) * shape[-1] * _WORD_BYTES
+    first, last = start // wide_bytes, -(-stop // wide_bytes)
+    words = stored.bytes_of(Role.ZERO).read(first * matrix_bytes, last * matrix_bytes)
+    matrices = words.reshape(last - first, *shape[-2:], _WORD_BYTES)
+    wide = np.concatenate([widen_zero_points(matrix, stored.rows).reshape(-1) for matrix in matrices])
+    return wide[start - first * wide_bytes : stop - first * wide_bytes]
+
+
+_WORD_BYTES = 4
 
 
 @cache
@@ -568,6 +593,13 @@ class _Restating:
         if Role.INPUT_SCALE in tensor.parts:
             message = f"the scale of its inputs, {tensor.parts[Role.INPUT_SCALE]}, belongs to {tensor.encoding.name}"
             raise refuse("UNSUPPORTED", message, tensor=tensor.name, hint=_RECODE)
+        if encoding is INT8:
+            zero_rows = WORDS[PACKED_BYTES] if tensor.encoding.zero_rows else 0
+            encoding = replace(tensor.encoding, name=INT8.name, code=PACKED_BYTES, zero_rows=zero_rows)
+            computed = {Role.CODES: partial(_as_bytes, stored)}
+            if zero_rows:
+                computed[Role.ZERO] = partial(_zeros_as_bytes, stored)
+            return _NewBuffers(encoding, computed, tuple(tensor.parts))
         if encoding is MXFP8:
             return _NewBuffers(encoding, {Role.CODES: partial(_as_eight_bits, stored)}, (Role.CODES, Role.SCALE))
         if encoding is FLOAT8_BLOCK:
