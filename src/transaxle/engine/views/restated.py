@@ -596,7 +596,7 @@ class _Restating:
         if encoding is INT8:
             zero_rows = WORDS[PACKED_BYTES] if tensor.encoding.zero_rows else 0
             encoding = replace(tensor.encoding, name=INT8.name, code=PACKED_BYTES, zero_rows=zero_rows)
-            computed = {Role.CODES: partial(_as_bytes, stored)}
+            computed: dict[Role, Callable[[int, int], Bytes]] = {Role.CODES: partial(_as_bytes, stored)}
             if zero_rows:
                 computed[Role.ZERO] = partial(_zeros_as_bytes, stored)
             return _NewBuffers(encoding, computed, tuple(tensor.parts))
