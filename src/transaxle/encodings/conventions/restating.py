@@ -97,8 +97,8 @@ _WIDENED = INTEGER_CODES[PACKED_BYTES] - INTEGER_CODES[INT4.code]
 
 def widen_integers(halves: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the bytes in which the integers of packed 4-bit codes are stored, for codes `u8[…, n]`: `u8[…, 2 n]`."""
-    both = np.stack([halves & 15, halves >> 4], -1).reshape(*halves.shape[:-1], -1)
-    wide: NDArray[np.uint8] = both + np.uint8(_WIDENED)
+    codes = np.stack([halves & 15, halves >> 4], -1).reshape(*halves.shape[:-1], -1)
+    wide: NDArray[np.uint8] = codes + np.uint8(_WIDENED)
     return wide
 
 
