@@ -75,7 +75,7 @@ def test_an_array_is_right_or_refused(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(tensor).astype(np.float32), _values(torch.float32).numpy())
         with pytest.raises(ValueError, match="they cannot be had without a copy"):
             np.asarray(tensor, copy=False)
-    packed = {"F4", "F6_E2M3", "F6_E3M2", "COMPLEX32"}
+    packed = {"F4", "F6_E2M3", "F6_E3M2", "COMPLEX32", "I4", "NF4", "FP4"}
     refused = packed | {code for code in ITEM_BITS if re.match("QU?INT|BITS|U?INT", code)}
     for code in ITEM_BITS:
         if code in refused:
