@@ -106,3 +106,25 @@ def test_what_is_not_written_is_refused() -> None:
             encode_rows(encoding, np.ones((2, 64), np.float32))
     with pytest.raises(TransaxleError, match="can be read, but not written"):
         encode_rows(NF4, np.ones((2, 64), np.float32))
+
+
+@pytest.mark.skipif(len(PATHS) < 2, reason="no compiler")
+@pytest.mark.parametrize("wide", WIDES)
+@pytest.mark.parametrize("group", [16, 32, 48])
+def test_both_implementations_encode_the_same_bits(wide: Wide, group: int) -> None:
+    """Numbers of all magnitudes, groups that were int4 before, zeros, infinities, NaN; and cut groups."""
+    rng = np.random.default_rng(group)
+    with np.errstate(all="ignore"):
+        values = rng.standard_normal((64, 240)) * 2.0 ** rng.integers(-150, 120, (64, 1))
+        values[:8] = rng.standard_normal((8, 240))
+        values[8:24] = rng.integers(-8, 8, (16, 240)) * rng.random((16, 1))
+        values[24, :100], values[25, 3], values[26, 5], values[27] = 0, np.inf, np.nan, -np.inf
+        matrix = values.astype(np.float32).astype(wide_dtype(wide))
+    encoding = replace(INT4, tile=(1, group), scale=wide)
+    for columns in (240, 200):
+        part = np.ascontiguousarray(matrix[:, :columns])
+        (codes, scale), (others, other_scale) = (
+            encode_rows(encoding, part, path=path) for path in ("compiled", "numpy")
+        )
+        assert np.array_equal(scale.view(np.uint8), other_scale.view(np.uint8))
+        assert np.array_equal(codes, others)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.encodings.arithmetic import kernel, vectorised
-from transaxle.encodings.arithmetic.codes import KINDS, CodeTable, int4_codes, int4_scales
+from transaxle.encodings.arithmetic.codes import KINDS, CodeTable
 from transaxle.encodings.arithmetic.minifloat import (
     E4M3,
     LARGEST,
@@ -53,6 +53,7 @@ class _Implementation(Protocol):
     def cast(
         self, values: NDArray[Any], tiles: Tiling, multiplier: NDArray[np.float32], kind: Minifloat, out: Bytes
     ) -> None: ...
+    def int4(self, values: NDArray[Any], tiles: Tiling, out: Bytes) -> NDArray[Any]: ...
     def value(
         self,
         codes: Bytes,
@@ -148,15 +149,12 @@ def encode_rows(
 def _encode_integers(
     encoding: Encoding, matrix: NDArray[Any], tiles: Tiling, arithmetic: _Implementation, out: Bytes | None
 ) -> tuple[Bytes, NDArray[Any]]:
-    """Encode some rows of a matrix to symmetric 4-bit integers; see `int4_scales` and `int4_codes`."""
+    """Encode some rows of a matrix to symmetric 4-bit integers; see `codes.int4_scales`."""
     if encoding.code != "I4" or encoding.zero_rows or tiles.tile[0] != 1:
         message = f"{encoding.name}: integers {encoding.code} with these scales and zero points cannot be written"
         raise refuse("UNSUPPORTED", message, hint="Encode to int4.")
     codes = _codes_of(tiles.shape, _kind(encoding), out)
-    scale = int4_scales(matrix, arithmetic.largest(matrix, tiles), tiles.tile[1])
-    one_each = int4_codes(matrix, widen(scale).repeat(tiles.tile[1], axis=1)[:, : tiles.shape[1]])
-    np.bitwise_or(one_each[:, 0::2], one_each[:, 1::2] << 4, out=codes)
-    return codes, scale
+    return codes, arithmetic.int4(matrix, tiles, codes)
 
 
 def decode_box(

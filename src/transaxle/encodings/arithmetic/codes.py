@@ -80,6 +80,7 @@ def int4_scales(values: NDArray[Any], amax: NDArray[np.float32], group: int) -> 
     dtype = wide_code(values.dtype)
     with np.errstate(all="ignore"):
         finite = np.where(np.isposinf(amax), np.float32(LARGEST[dtype]), amax)
+        finite = np.where(np.isnan(amax), np.float32(np.nan), finite)
         chosen: NDArray[Any] = narrow(_quotient(finite, _STEPS), dtype)
         chosen = np.where(widen(chosen) == 0, narrow(np.full(1, _EPSILON[dtype], np.float32), dtype), chosen)
         rows, columns = values.shape

@@ -259,6 +259,80 @@ CLONED void transaxle_cast(const uint8_t *x, ptrdiff_t stride, const grid *g, co
     EACH(EACH_FLOAT, cast, x, stride, g, by, out, out_stride);
 }
 
+/* ---- int4: the scale of each group of values, and their codes (the rule is in codes.py) ---- */
+
+INLINE uint32_t type_bits(float f, int type) {
+    return type == F32 ? bits(f) : type == BF16 ? to_bfloat(f) : to_half(f);
+}
+
+INLINE float from_bits(uint32_t u, int type) {
+    return type == F32 ? real(u) : type == BF16 ? real(u << 16) : from_half(u);
+}
+
+/* Round to the nearest integer, ties to even: adding 1.5 x 2^23 leaves no bits for a fraction. */
+INLINE float whole(float f) { return f + 0x1.8p23f - 0x1.8p23f; }
+
+/* Whether every value is an integer from -8 to 7 times the scale, rounded to the type. */
+INLINE int keeps(const float *x, ptrdiff_t count, float scale, int type) {
+    if (!(scale > 0 && bits(scale) < INFINITE)) return 0;
+    for (ptrdiff_t j = 0; j < count; j++) {
+        float quotient = x[j] / scale;
+        if (!(quotient >= -9 && quotient <= 8)) return 0;
+        float integer = whole(quotient);
+        if (integer < -8 || integer > 7 || as_type(integer * scale, type) != x[j]) return 0;
+    }
+    return 1;
+}
+
+INLINE float group_scale(const float *x, ptrdiff_t count, int type, int search) {
+    const float top = type == F32 ? FLT_MAX : type == BF16 ? 0x1.fep127f : 65504.0f;
+    const float epsilon = type == F32 ? 0x1p-23f : type == BF16 ? 0x1p-7f : 0x1p-10f;
+    uint32_t most = 0;
+    for (ptrdiff_t j = 0; j < count; j++) {
+        uint32_t size = bits(x[j]) & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    if (most > INFINITE) return real(NAN_BITS);
+    float amax = most == INFINITE ? top : real(most), scale = as_type(amax / 7.5f, type);
+    for (int divisor = 7; search && most && most < INFINITE && divisor <= 8; divisor++) {
+        uint32_t near = type_bits(amax / (float)divisor, type);
+        for (int step = 0; step < 3; step++) {
+            float candidate = from_bits(near + (step == 0 ? 0u : step == 1 ? -1u : 1u), type);
+            if (keeps(x, count, candidate, type)) return candidate;
+        }
+    }
+    return scale == 0 ? epsilon : scale;
+}
+
+/* `scales`: room for one number of the type for each tile; a tile is one row high. */
+INLINE void int4(const uint8_t *x, ptrdiff_t stride, const grid *g, uint8_t *scales, uint8_t *out,
+                 ptrdiff_t out_stride, float *row_values, int type) {
+    const int search = g->columns % g->tile_columns == 0;
+    for (ptrdiff_t i = 0; i < g->rows; i++) {
+        for (ptrdiff_t j = 0; j < g->columns; j++) row_values[j] = widened(x + i * stride, j, type);
+        for (ptrdiff_t first = 0; first < g->columns; first += g->tile_columns) {
+            ptrdiff_t count = least(g->tile_columns, g->columns - first);
+            float *values = row_values + first, scale = group_scale(values, count, type, search);
+            narrowed(scales + (i * across(g) + first / g->tile_columns) * item(type), 0, scale, type);
+            for (ptrdiff_t j = 0; j < count; j++) {
+                float quotient = as_type(values[j] / scale, type);
+                float bounded = quotient < -8 ? -8 : quotient > 7 ? 7 : quotient == quotient ? quotient : 0;
+                values[j] = whole(bounded) + 8;
+            }
+        }
+        for (ptrdiff_t j = 0; j < g->columns / 2; j++)
+            out[i * out_stride + j] = (uint8_t)((uint8_t)row_values[2 * j] | (uint8_t)row_values[2 * j + 1] << 4);
+    }
+}
+
+/* `row_values`: room for the values of one row. */
+CLONED void transaxle_int4(const uint8_t *x, ptrdiff_t stride, const grid *g, uint8_t *scales, uint8_t *out,
+                           ptrdiff_t out_stride, float *row_values, int type) {
+    if (type == BF16) int4(x, stride, g, scales, out, out_stride, row_values, BF16);
+    else if (type == F16) int4(x, stride, g, scales, out, out_stride, row_values, F16);
+    else int4(x, stride, g, scales, out, out_stride, row_values, F32);
+}
+
 /* ---- value: codes times their tile's scale ---- */
 
 /* `zeros`: the zero point of each tile, for integers only; null if all are 0. */

@@ -42,6 +42,7 @@ _OPERATIONS: dict[str, tuple[Any, ...]] = {
     "largest": (*_MATRIX, _GRID, _AT, _KIND),
     "cast": (*_MATRIX, _GRID, _AT, *_MATRIX, _KIND, _KIND),
     "value": (*_MATRIX, _GRID, _AT, _AT, *_MATRIX, _KIND, _KIND),
+    "int4": (*_MATRIX, _GRID, _AT, *_MATRIX, _AT, _KIND),
     "error": (*_MATRIX, *_MATRIX, _GRID, _AT, _AT, _AT, _AT, _KIND, _KIND),
 }
 
@@ -58,6 +59,7 @@ class Kernel:
     _largest: Any
     _cast: Any
     _value: Any
+    _int4: Any
     _error: Any
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
@@ -78,6 +80,14 @@ class Kernel:
         by = np.ascontiguousarray(multiplier)
         types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
         self._cast(*_matrix(values), _grid(tiles), by.ctypes.data, *_matrix(out), *types)
+
+    def int4(self, values: NDArray[Any], tiles: Tiling, out: NDArray[np.uint8]) -> NDArray[Any]:
+        """Write 4-bit integer codes, and return the scales, as `vectorised.int4` does."""
+        scales = np.empty(tiles.grid, values.dtype)
+        row_values = np.empty(tiles.shape[1], np.float32)
+        places = *_matrix(values), _grid(tiles), scales.ctypes.data, *_matrix(out), row_values.ctypes.data
+        self._int4(*places, _TYPES[wide_code(values.dtype)])
+        return scales
 
     def value(
         self,

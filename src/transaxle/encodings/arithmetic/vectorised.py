@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.codes import CodeTable
+from transaxle.encodings.arithmetic.codes import CodeTable, int4_codes, int4_scales
 from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat, narrow, widen, without_sign
 from transaxle.encodings.encoding import WHOLE, Encoding, Error
 from transaxle.errors import refuse
@@ -97,6 +97,18 @@ def cast(
             wide = widen(values[rows])
             codes = kind.rounded(np.copysign(wide * _spread(multiplier, tiles, rows), wide))
             out[rows] = codes[:, 0::2] | codes[:, 1::2] << 4 if kind.bits == 4 else codes
+
+
+def int4(values: NDArray[Any], tiles: Tiling, out: NDArray[np.uint8]) -> NDArray[Any]:
+    """Write packed 4-bit integer codes, and return the scales in the dtype of the values; tiles are one row high."""
+    group, scales = tiles.tile[1], np.empty(tiles.grid, values.dtype)
+    for rows in _groups(values.shape) if values.size else ():
+        part = values[rows]
+        scale = int4_scales(part, largest(part, Tiling((len(part), values.shape[1]), tiles.tile)), group)
+        one_each = int4_codes(part, widen(scale).repeat(group, axis=1)[:, : values.shape[1]])
+        np.bitwise_or(one_each[:, 0::2], one_each[:, 1::2] << 4, out=out[rows])
+        scales[rows] = scale
+    return scales
 
 
 def value(
