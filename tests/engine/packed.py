@@ -32,13 +32,23 @@ def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None
 
 
 def gptq(
-    rows: int, columns: int, group: int, *, bits: int = 4, first: bool = True, act: bool = False, seed: int = 0
+    rows: int,
+    columns: int,
+    group: int,
+    *,
+    bits: int = 4,
+    first: bool = True,
+    act: bool = False,
+    sym: bool = False,
+    seed: int = 0,
 ) -> Made:
-    """A module of GPTQ with random codes and zero points, of the first format or the second one."""
+    """A module of GPTQ of the first or second format, with random codes, and random zero points or the middle one."""
     draw = torch.Generator().manual_seed(seed)
     groups = columns // group
     codes = torch.randint(0, 1 << bits, (columns, rows), generator=draw)
     zeros = torch.randint(0, 1 << bits, (groups, rows), generator=draw)
+    if sym:
+        zeros[:] = 1 << (bits - 1)
     scales = torch.rand(groups, rows, generator=draw).half()
     index = torch.arange(columns) // group
     if act:
@@ -49,7 +59,7 @@ def gptq(
     tensors = {"qweight": pack(codes, bits, 0), "qzeros": words, "scales": scales, "g_idx": index.int()}
     values = (scales[index] * (codes - zeros[index]).half()).T
     section = {
-        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act, "sym": False, "lm_head": False,
+        "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act, "sym": sym, "lm_head": False,
         "checkpoint_format": "gptq" if first else "gptq_v2", "pack_dtype": "int32", "damp_percent": 0.05,
         "meta": {"quantizer": ["gptqmodel:7.7.0"]}, "true_sequential": True,
     }  # fmt: skip

@@ -11,7 +11,7 @@ import ml_dtypes
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 import transaxle as tx
@@ -27,6 +27,9 @@ KINDS: dict[str, Callable[..., Made]] = {
     "gptq_v2, 8 bits": lambda *shape, seed: gptq(*shape, bits=8, first=False, seed=seed),
     "gptq, desc_act": lambda *shape, seed: gptq(*shape, act=True, seed=seed),
     "awq": awq,
+    "gptq, symmetric": lambda *shape, seed: gptq(*shape, sym=True, seed=seed),
+    "gptq_v2, 8 bits, symmetric": lambda *shape, seed: gptq(*shape, bits=8, first=False, sym=True, seed=seed),
+    "gptq, partly symmetric": lambda *shape, seed: gptq(*shape, sym=seed % 2 == 0, seed=seed),
 }
 KEPT = "model.layers.0.self_attn.q_proj.weight"
 
@@ -43,7 +46,7 @@ def write(folder: Path, kind: str, **changes: Any) -> dict[str, torch.Tensor]:
             tensors |= {
                 name.removesuffix("weight") + part: tensor.contiguous() for part, tensor in made.tensors.items()
             }
-            values[name], section = made.values.contiguous(), made.section
+            values[name], section = made.values.contiguous(), made.section | {"sym": "symmetric" in kind}
         else:
             tensors[name] = values[name] = plain
     folder.mkdir()
@@ -114,14 +117,18 @@ def test_restated_files_are_decompressed_by_compressed_tensors(kind: str, tmp_pa
     values = write(tmp_path / "source", kind)
     tx.convert(tmp_path / "source", tmp_path / "out", to="hf", restate="compressed_tensors")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    (group,) = config["config_groups"].values()
-    assert (config["format"], group["targets"], "lm_head" in config["ignore"]) == ("pack-quantized", ["Linear"], True)
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**group["weights"]))
+    assert (config["format"], "lm_head" in config["ignore"]) == ("pack-quantized", True)
+    groups = [QuantizationScheme(**group) for group in config["config_groups"].values()]
+    (of_classes,) = [group for group in groups if group.targets == ["Linear"]] or [None]
     stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(groups) == (2 if "partly" in kind else 1)
     for name, expected in values.items():
         if "_proj." in name:
             module = name.removesuffix("weight")
+            (scheme,) = [group for group in groups if module[:-1] in group.targets] or [of_classes]
             state = {key.removeprefix(module): tensor for key, tensor in stored.items() if key.startswith(module)}
+            assert scheme is not None
+            assert scheme.weights.symmetric is ("weight_zero_point" not in state)
             assert torch.equal(PackedQuantizationCompressor.decompress(state, scheme)["weight"], expected)
         else:
             assert torch.equal(stored[name], expected)
@@ -130,6 +137,39 @@ def test_restated_files_are_decompressed_by_compressed_tensors(kind: str, tmp_pa
         tx.convert(tmp_path / "source", one, to=to, decode="bf16")
         tx.convert(tmp_path / "out", two, to=to, decode="bf16")
         assert checkpoints.same(one, two)
+
+
+def test_only_zero_points_that_are_all_in_the_middle_are_left_out(tmp_path: Path) -> None:
+    """`sym` alone proves nothing: one other zero point, the last one of a module, keeps all of the module."""
+    write(tmp_path / "source", "gptq, symmetric")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    name = KEPT.replace("weight", "qzeros")
+    tensors[name][-1, -1] ^= 1 << 28
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    plan = tx.plan(tmp_path / "source", tmp_path / "out", to="hf", restate="compressed_tensors")
+    zeros = [tensor.name for tensor in plan.tensors if tensor.name.endswith("zero_point")]
+    assert zeros == [KEPT + "_zero_point"]
+    count = sum(name.endswith("qweight") for name in tensors)
+    assert f"{count - 1} tensors stored as symmetric, without zero points" in " ".join(plan.notes)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_zero_points_are_read_only_where_the_config_calls_them_symmetric(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "source", kind)
+    with tx.open(tmp_path / "source", restate="compressed_tensors") as restated:
+        assert restated.undecoded is not None
+        assert not restated.undecoded.catalog.middle_zeros
+        assert KEPT + "_zero_point" in restated
+
+
+def test_symmetric_integers_of_four_bits_as_eight(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq, symmetric")
+    tx.convert(tmp_path / "source", tmp_path / "out", to="hf", restate="int8")
+    assert not any("zero" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    for place in ("source", "out"):
+        tx.convert(tmp_path / place, tmp_path / f"{place} decoded", to="hf", decode="fp32")
+    assert checkpoints.same(tmp_path / "source decoded", tmp_path / "out decoded")
+    assert not tx.diff(tmp_path / "source", tmp_path / "out", numeric=True).differences
 
 
 def test_no_other_weights_are_encoded_beside_them(tmp_path: Path) -> None:

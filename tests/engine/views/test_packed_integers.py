@@ -49,8 +49,8 @@ def shown(
         config = {CONFIG: section}
         method = read_packed(config)
         assert method is not None
-        container, changed = as_compressed_tensors(checkpoint.container, config, method)
-        yield container, changed[CONFIG]
+        form = as_compressed_tensors(checkpoint.container, config, method)
+        yield form.container, form.config[CONFIG]
 
 
 def read(container: Container, name: str) -> torch.Tensor:

@@ -71,6 +71,8 @@ class PackedMethod(msgspec.Struct, frozen=True):
     """Number that is added to a stored zero point to get the zero point."""
     varied: bool = False
     """Whether bits and group sizes differ between modules (`dynamic`), so that shapes determine them."""
+    symmetric: bool = False
+    """Whether zero points may all be the middle one (`sym`), which only the tensors prove."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -224,9 +226,9 @@ def _gptq(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMethod:
     _check(fields.bits, BITS, f"{at}.bits")
     _check_common(fields.pack_dtype, fields.group_size, at)
     shift = 1 if form == _FIRST else 0
-    return PackedMethod(
-        GPTQ, fields.bits, fields.group_size, path, bool(fields.desc_act), shift, varied=bool(fields.dynamic)
-    )
+    varied = bool(fields.dynamic)
+    reordered, symmetric = bool(fields.desc_act), fields.sym or varied
+    return PackedMethod(GPTQ, fields.bits, fields.group_size, path, reordered, shift, varied, symmetric)
 
 
 def _awq(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMethod:

@@ -32,7 +32,7 @@ from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
 from transaxle.engine.checkpoint.peft_adapter import ADAPTED, adapter_config, check_model
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, read_stored_config
-from transaxle.engine.views.encoded import Catalog, catalog, refuse_section
+from transaxle.engine.views.encoded import Catalog, ForeignForm, catalog, refuse_section
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families, is_dialect
 from transaxle.formats.catalog import Container
@@ -587,15 +587,6 @@ def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
             raise refuse("UNKNOWN_AXIS", message, hint=f"Axes: {', '.join(sorted(family.axes))}.")
 
 
-class ForeignForm(msgspec.Struct, frozen=True):
-    """A checkpoint and its config, in a form in which encoded tensors can be read."""
-
-    container: Container
-    config: Mapping[str, Any]
-    program: str = ""
-    """Name of the program that stores the tensors in another form; empty if they are shown as they are stored."""
-
-
 def show_foreign(container: Container, config: Mapping[str, Any]) -> ForeignForm:
     """Return a checkpoint of GPTQ, AWQ or bitsandbytes in a form in which its tensors can be read; any other as it is.
 
@@ -608,8 +599,7 @@ def show_foreign(container: Container, config: Mapping[str, Any]) -> ForeignForm
         # imported inside the function, because few checkpoints need these modules
         from transaxle.engine.views.packed_integers import as_compressed_tensors
 
-        changed, new_config = as_compressed_tensors(container, config, method)
-        return ForeignForm(changed, new_config, "" if changed is container else PACKED_METHODS[method.name])
+        return as_compressed_tensors(container, config, method)
     if any(QUANT_STATE in name or name.endswith(ROW_SCALES) for name in container.entries):
         from transaxle.engine.views.bitsandbytes import show_blocks
 
@@ -661,7 +651,7 @@ class StoredNames:
         except TransaxleError as error:
             refusals = refuse_section(error, self._container)
             return Catalog(self._container, self._container.entries, {}, None, refusals)
-        return catalog(shown.container, shown.config, modelopt, shown.program)
+        return catalog(shown.container, shown.config, modelopt, shown)
 
     @cached_property
     def is_adapter(self) -> bool:

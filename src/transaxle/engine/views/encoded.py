@@ -44,6 +44,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import VirtualFiles
+from transaxle.move.workers import run_workers
 
 if TYPE_CHECKING:
     from transaxle.axes.layout.tile import Tile
@@ -57,6 +58,8 @@ _CACHED = 8
 """Number of reordered buffers that are cached, so that a buffer that is read in several blocks is reordered only
 once.
 """
+_READERS = 8
+"""Number of threads that read zero points; they mostly wait."""
 _FILE = "\0compact "
 """Prefix of the names of the virtual files that contain reordered scales."""
 
@@ -168,6 +171,19 @@ def matrix_tile(shape: Shape) -> Tile:
     return (*(1 for _ in shape[:-2]), *(max(size, 1) for size in shape[-2:]))
 
 
+class ForeignForm(msgspec.Struct, frozen=True):
+    """A checkpoint and its config, in a form in which encoded tensors can be read."""
+
+    container: Container
+    config: Mapping[str, Any]
+    program: str = ""
+    """Name of the program that stores the tensors in another form; empty if they are shown as they are stored."""
+    middle_zeros: Mapping[str, Callable[[], bool]] = msgspec.field(default_factory=dict)
+    """Name of the shown zero points of a tensor that may be symmetric -> function that reads them, and returns whether
+    all of them are the middle one.
+    """
+
+
 class Catalog(msgspec.Struct, frozen=True, dict=True):
     """The tensors of a container as entries for the families' tables: an encoded tensor and its buffers are one
     entry.
@@ -187,6 +203,21 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
     """Name of the program that stores the encoded tensors, if `container` shows them in another form than they are
     stored; empty if not.
     """
+    middle_zeros: Mapping[str, Callable[[], bool]] = msgspec.field(default_factory=dict)
+    """See `ForeignForm`."""
+
+    @cached_property
+    def symmetric(self) -> frozenset[str]:
+        """Names of the tensors whose zero points are all the middle one; the zero points are read."""
+        names: list[str] = []
+
+        def read(_: object, tensor: EncodedTensor) -> None:
+            if self.middle_zeros[tensor.parts[Role.ZERO]]():
+                names.append(tensor.name)
+
+        claimed = (each for each in self.encoded.values() if each.parts.get(Role.ZERO) in self.middle_zeros)
+        run_workers(claimed, _READERS, lambda _: None, read)
+        return frozenset(names)
 
     def refuse_in_other_form(self, reason: str) -> Iterator[Refusal]:
         """Yield the refusal of an action that is not possible with encoded tensors that are shown in another form.
@@ -219,6 +250,12 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
         return buffers
 
 
+def without_zero_points(tensor: EncodedTensor) -> EncodedTensor:
+    """Return an encoded tensor as a symmetric one; its zero points must all be the middle one."""
+    parts = {role: name for role, name in tensor.parts.items() if role != Role.ZERO}
+    return replace(tensor, encoding=dataclasses.replace(tensor.encoding, zero_rows=0), parts=parts)
+
+
 def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
     """Return the shape of a tensor's buffer: one number per tile, or for codes the tensor's shape."""
     if role is Role.CODES:
@@ -235,7 +272,10 @@ def tile_of(encoding: Encoding, shape: Shape, role: Role) -> Tile:
 
 
 def catalog(
-    container: Container, config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, program: str = ""
+    container: Container,
+    config: Mapping[str, Any],
+    modelopt: Mapping[str, Any] | None,
+    foreign: ForeignForm | None = None,
 ) -> Catalog:
     """Find the encoded tensors of a container.
 
@@ -243,7 +283,7 @@ def catalog(
         container: the container with the stored tensors.
         config: content of the model's config; empty if there is none.
         modelopt: content of the separate config of older ModelOpt exports; None if there is no such config.
-        program: name of the program that stores the encoded tensors in another form; see `Catalog.program`.
+        foreign: the form in which `container` shows the tensors of another program; None if there is none.
 
     Returns:
         The container's tensors as entries for the families' tables, with refusals of buffers that do not fit.
@@ -280,7 +320,8 @@ def catalog(
             message = "a plain tensor and an encoded tensor have this name"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, table_entry.name)))
         entries[table_entry.name] = table_entry
-    return Catalog(container, entries, groups.encoded, quantization, tuple(problems), program)
+    tensors = Catalog(container, entries, groups.encoded, quantization, tuple(problems))
+    return tensors if foreign is None else replace(tensors, program=foreign.program, middle_zeros=foreign.middle_zeros)
 
 
 def refuse_section(error: TransaxleError, container: Container) -> tuple[Refusal, ...]:

@@ -16,6 +16,9 @@ when they are read, and the scales are read with strides.
 GPTQ's first format subtracts one from the zero points as one subtraction of whole words, so that a zero point of 0
 borrows from its neighbor. The addition that undoes this is GPTQModel's (`convert_gptq_v1_to_v2_format`).
 
+Zero points of symmetric codes are all the middle one, 8 or 128. If the config says so (`sym`), `middle_zeros` reads the
+zero points and proves it, because a checkpoint of compressed-tensors needs no zero points then.
+
 With `desc_act` the columns of a group are anywhere in a row: `g_idx` has the group of each column. Then every column is
 shown as a group of its own, with the scale and the zero point of its group.
 """
@@ -43,6 +46,7 @@ from transaxle.encodings.conventions.packed_methods import (
     with_section,
 )
 from transaxle.engine.source import Source
+from transaxle.engine.views.encoded import ForeignForm
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, numpy_dtype
 from transaxle.formats.storage.copier import Bytes, scatter
@@ -141,6 +145,14 @@ class _Layer(msgspec.Struct, frozen=True, dict=True):
         """Number of codes in a word."""
         return _WORD // self.kind.bits
 
+    def has_middle_zeros(self) -> bool:
+        """Read the zero points, and return whether all of them are the middle one."""
+        middle = self._in_all_codes((1 << self.kind.bits - 1) - self.method.shift)
+        rows, columns = self.zeros.shape
+        step = max(1, _SCRATCH // (columns * _WORD // 8))
+        bands = ((first, min(first + step, rows)) for first in range(0, rows, step))
+        return all((self._box(self.zeros, band, (0, columns)) == middle).all() for band in bands)
+
     def code_rows(self, first: int, last: int) -> NDArray[Any]:
         """Return rows of `weight_packed`; for AWQ, `first` must be a multiple of 8."""
         if not self.method.reordered:
@@ -155,8 +167,12 @@ class _Layer(msgspec.Struct, frozen=True, dict=True):
         if self.method.name == AWQ:
             words = in_order(words)
         if self.method.shift:
-            words = words + np.uint32(sum(1 << self.kind.bits * index for index in range(self.per_word)))
+            words = words + self._in_all_codes(1)
         return self._of_columns(words)
+
+    def _in_all_codes(self, number: int) -> np.uint32:
+        """Return the word in which every code is a number."""
+        return np.uint32(sum(number << self.kind.bits * index for index in range(self.per_word)))
 
     def scale_rows(self, first: int, last: int) -> NDArray[Any]:
         """Return rows of `weight_scale` with one scale per column, for a module with `desc_act`."""
@@ -196,12 +212,16 @@ class _Layer(msgspec.Struct, frozen=True, dict=True):
 
     def _columns(self, entry: Entry, first: int, last: int) -> NDArray[Any]:
         """Return columns of a stored matrix, as they are stored."""
-        rows = entry.shape[0]
+        return self._box(entry, (0, entry.shape[0]), (first, last))
+
+    def _box(self, entry: Entry, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
+        """Return some rows and columns of a stored matrix, as they are stored."""
         item = numpy_dtype(entry.dtype).itemsize
-        out: Bytes = np.empty(rows * (last - first) * item, np.uint8)
-        transfers = self.source.transfers(identity_target(entry.name, entry), [[(0, rows)], [(first, last)]])
+        height, width = (stop - start for start, stop in (rows, columns))
+        out: Bytes = np.empty(height * width * item, np.uint8)
+        transfers = self.source.transfers(identity_target(entry.name, entry), [[rows], [columns]])
         produce(self.source.container.storage, transfers, 0, out, Scratch(_SCRATCH))
-        return out.view(np.uint32 if entry.dtype == "I32" else f"u{item}").reshape(rows, last - first)
+        return out.view(np.uint32 if entry.dtype == "I32" else f"u{item}").reshape(height, width)
 
 
 class RowFile(VirtualFile):
@@ -240,9 +260,7 @@ BandCache = Callable[["RowFile", int], Bytes]
 """Function that returns the bytes of a band of a file, and remembers the last ones."""
 
 
-def as_compressed_tensors(
-    container: Container, config: Mapping[str, Any], method: PackedMethod
-) -> tuple[Container, dict[str, Any]]:
+def as_compressed_tensors(container: Container, config: Mapping[str, Any], method: PackedMethod) -> ForeignForm:
     """Return a checkpoint of GPTQ or AWQ, and its config, as compressed-tensors would store the same numbers.
 
     Args:
@@ -276,10 +294,13 @@ def as_compressed_tensors(
         kind = Kind(layer.kind.bits, 1) if layer.method.reordered else layer.kind
         kinds.setdefault(kind, []).append(layer.module)
     section = make_section(kinds or {Kind(method.bits, method.group): ()})
-    changed = (
-        replace(container, storage=VirtualFiles(container.storage, files), entries=entries) if files else container
-    )
-    return changed, with_section(config, method.path, section)
+    new_config = with_section(config, method.path, section)
+    if not files:
+        return ForeignForm(container, new_config)
+    changed = replace(container, storage=VirtualFiles(container.storage, files), entries=entries)
+    in_order = (layer for layer in layers.values() if method.symmetric and not layer.method.reordered)
+    middle_zeros = {_join(layer.module, ZERO): layer.has_middle_zeros for layer in in_order}
+    return ForeignForm(changed, new_config, PACKED_METHODS[method.name], middle_zeros)
 
 
 def _layers(container: Container, method: PackedMethod) -> dict[str, _Layer]:

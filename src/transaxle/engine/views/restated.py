@@ -70,7 +70,7 @@ from transaxle.encodings.encoding import (
 )
 from transaxle.engine.source import Source, redescribe
 from transaxle.engine.views.decoded import Decoder, RowMajorBytes, with_decoded, without_notes
-from transaxle.engine.views.encoded import Catalog, buffer_name, catalog
+from transaxle.engine.views.encoded import Catalog, buffer_name, catalog, without_zero_points
 from transaxle.engine.views.stated_shapes import with_shape_files
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
@@ -531,10 +531,15 @@ class _Restating:
             message = f"{self._catalog.program} has its columns in another order (desc_act): each would get a scale"
             raise refuse("UNSUPPORTED", message, tensor=tensor.name, hint=_LEAVE)
         recoded = self._to not in RESTATED_CONVENTIONS
-        if self._to == tensor.encoding.name or RESTATED_CONVENTIONS.get(self._to) == tensor.convention:
+        is_unchanged = self._to == tensor.encoding.name or RESTATED_CONVENTIONS.get(self._to) == tensor.convention
+        target = CONVENTIONS[tensor.convention] if is_unchanged else self._target(tensor)
+        if tensor.name in self._catalog.symmetric:
+            tensor = without_zero_points(tensor)
+            stored = _Stored(tensor, self._source, self._container.storage)
+            self._new[tensor.parts[Role.CODES]] = [self._container.entries[name] for name in tensor.parts.values()]
+        if is_unchanged:
             self._encoded[tensor.name] = tensor
             return
-        target = self._target(tensor)
         new = self._recode(stored, target) if recoded else self._rename(stored, target)
         parts = {role: target.stored(tensor.name, role, new.encoding) for role in new.roles}
         self._encoded[tensor.name] = EncodedTensor(tensor.name, new.encoding, tensor.shape, parts, target.name)
@@ -694,10 +699,15 @@ class _Restating:
             before, after = (f"{each.encoding.name} ({each.convention})" for each in (tensor, new))
             kinds[before, after] = kinds.get((before, after), 0) + 1
         for (before, after), count in kinds.items():
+            if before == after:
+                continue
             yield f"restated without rounding: {plural(count, 'tensor')}, {before} as {after}"
         if self._catalog.program:
             count = len(self._encoded)
             yield f"{plural(count, 'tensor')} of {self._catalog.program} with the same codes, scales and zero points"
+            if symmetric := self._catalog.symmetric:
+                middle = "all their zero points are the middle one"
+                yield f"{plural(len(symmetric), 'tensor')} stored as symmetric, without zero points: {middle}"
         if any(Role.INPUT_SCALE in tensor.parts and self._inverts_inputs(tensor) for tensor in changed):
             yield "scales of inputs are the inverses of the source's, in float32; they belong to no weight"
 
