@@ -113,11 +113,19 @@ INLINE float meant(uint32_t q, int code, const kind *k) {
     return real(sign | (code == E4M3 ? pick(size == 0x7f, NAN_BITS, wide) : wide));
 }
 
-/* Code minus zero point, times scale; the zero point is an integer, 0 where there is none. Every NaN has the sign of
-   what is scaled and no payload: processors differ in what they make of them. */
-INLINE float scaled(uint32_t q, int code, const kind *k, float scale, float zero) {
-    float wide = code >= INTEGER ? meant(q, code, k) - zero : meant(q, code, k), f = wide * scale;
+/* Every NaN has the sign of what is scaled and no payload: processors differ in what they make of them. */
+INLINE float times(float wide, float scale) {
+    float f = wide * scale;
     return real(pick((bits(f) & 0x7fffffff) > INFINITE, (bits(wide) & 0x80000000) | NAN_BITS, bits(f)));
+}
+
+/* Code minus zero point; the zero point is an integer, 0 where there is none. */
+INLINE float shifted(uint32_t q, int code, const kind *k, float zero) {
+    return code >= INTEGER ? meant(q, code, k) - zero : meant(q, code, k);
+}
+
+INLINE float scaled(uint32_t q, int code, const kind *k, float scale, float zero) {
+    return times(shifted(q, code, k, zero), scale);
 }
 
 INLINE uint16_t to_bfloat(float f) {
@@ -368,34 +376,45 @@ CLONED void transaxle_value(const uint8_t *q, ptrdiff_t stride, const grid *g, c
 /* ---- error: the largest difference, the sum of its squares, and how many elements differ ---- */
 
 enum { LANES = 8 };
-typedef struct { double most[LANES], squares[LANES]; int64_t unequal[LANES]; } tally;
+typedef struct { double most, squares[LANES]; int64_t unequal; } tally;
 
-/* `made` and `meant` have room for a multiple of LANES. Two NaN are equal; a difference that is NaN is infinite. */
-CLONED static void compare(tally *t, double *restrict made, double *restrict meant, ptrdiff_t count) {
-    for (; count % LANES; count++) made[count] = meant[count] = 0;
+/* Add the absolute differences in `apart`, which are numbers or infinite; `count` is a multiple of LANES. */
+INLINE void add(tally *t, const double *restrict apart, ptrdiff_t count) {
+    int64_t most = 0, unequal = 0, size; /* numbers without sign are ordered as their bits are */
+    double squares[LANES];
+    memcpy(squares, t->squares, sizeof squares);
+    for (ptrdiff_t j = 0; j < count; j++) unequal += apart[j] > 0;
     for (ptrdiff_t j = 0; j < count; j++) {
-        double a = made[j], b = meant[j], apart = a - b;
-        uint64_t same = -(uint64_t)((a == b) | ((a != a) & (b != b))), none = -(uint64_t)(apart != apart), u;
-        memcpy(&u, &apart, 8);
-        u = ((u & ~none) | (none & 0x7ff0000000000000)) & ~same & 0x7fffffffffffffff;
-        memcpy(made + j, &u, 8);
+        memcpy(&size, apart + j, 8);
+        most = size > most ? size : most;
     }
-    for (ptrdiff_t j = 0; j < count; j += LANES) {
-        for (int k = 0; k < LANES; k++) {
-            double apart = made[j + k];
-            t->most[k] = apart > t->most[k] ? apart : t->most[k];
-            t->squares[k] += apart * apart;
-            t->unequal[k] += apart > 0;
-        }
-    }
+    for (ptrdiff_t j = 0; j < count; j += LANES)
+        for (int k = 0; k < LANES; k++) squares[k] += apart[j + k] * apart[j + k];
+    double largest;
+    memcpy(&largest, &most, 8);
+    t->most = largest > t->most ? largest : t->most;
+    t->unequal += unequal;
+    memcpy(t->squares, squares, sizeof squares);
 }
 
-INLINE void total(const tally *t, double *out) {
-    for (int k = 0; k < LANES; k++) {
-        out[0] = t->most[k] > out[0] ? t->most[k] : out[0];
-        out[1] += t->squares[k];
-        out[2] += (double)t->unequal[k];
+/* Add the differences between `made` and `whole` times `wide`. The arrays have room for a multiple of LANES. Two NaN are
+   equal, and so are two infinities; a difference that is NaN otherwise is infinite. */
+CLONED static void compare(tally *t, float *restrict made, float *restrict whole, double *restrict wide,
+                           double *restrict apart, ptrdiff_t count) {
+    int64_t none = 0, size;
+    for (; count % LANES; count++) made[count] = whole[count] = 0, wide[count] = 0;
+    for (ptrdiff_t j = 0; j < count; j++) {
+        double difference = made[j] - whole[j] * wide[j];
+        memcpy(&size, &difference, 8);
+        size &= INT64_MAX;
+        memcpy(apart + j, &size, 8);
+        none += difference != difference;
     }
+    for (ptrdiff_t j = 0; none && j < count; j++) {
+        double a = made[j], b = whole[j] * wide[j];
+        if (apart[j] != apart[j]) apart[j] = a == b || (a != a && b != b) ? 0 : (double)real(INFINITE);
+    }
+    add(t, apart, count);
 }
 
 /* Given `x`: what the codes say in float32 against it. Without: what they say, rounded to the type, against the
@@ -403,36 +422,36 @@ INLINE void total(const tally *t, double *out) {
 INLINE void error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdiff_t stride, const grid *g,
                   const float *by, const float *zeros, const double *exact, double *out, const kind *k, int type,
                   int code) {
-    float scale[WIDTH], zero[WIDTH];
-    double wide[WIDTH], made[WIDTH], meaning[WIDTH];
+    float scale[WIDTH], zero[WIDTH], made[WIDTH], whole[WIDTH];
+    double wide[WIDTH], apart[WIDTH];
     uint8_t buffer[WIDTH];
     tally t;
     memset(&t, 0, sizeof t);
+    memset(zero, 0, sizeof zero);
+    for (ptrdiff_t j = 0; j < WIDTH; j++) wide[j] = 1;
     for (ptrdiff_t first = 0; first < g->columns; first += WIDTH) {
         ptrdiff_t count = least(WIDTH, g->columns - first), filled = -1;
         for (ptrdiff_t i = 0; i < g->rows; i++) {
             ptrdiff_t tile = (g->row_phase + i) / g->tile_rows;
             if (tile != filled) spread(scale, by + tile * across(g), g, first, count);
             if (tile != filled && zeros) spread(zero, zeros + tile * across(g), g, first, count);
-            else if (tile != filled) memset(zero, 0, sizeof zero);
             if (tile != filled && !x) spread_wide(wide, exact + tile * across(g), g, first, count);
             filled = tile;
             const uint8_t *restrict codes = unpacked(buffer, q + i * stride, first, count, k->halves);
+            for (ptrdiff_t j = 0; j < count; j++) whole[j] = shifted(codes[j], code, k, zero[j]);
             if (x) {
                 const uint8_t *restrict row = x + i * x_stride + first * item(type);
-                for (ptrdiff_t j = 0; j < count; j++) made[j] = scaled(codes[j], code, k, scale[j], zero[j]);
-                for (ptrdiff_t j = 0; j < count; j++) meaning[j] = widened(row, j, type);
+                for (ptrdiff_t j = 0; j < count; j++) made[j] = times(whole[j], scale[j]);
+                for (ptrdiff_t j = 0; j < count; j++) whole[j] = widened(row, j, type);
             } else {
-                for (ptrdiff_t j = 0; j < count; j++) made[j] = as_type(scaled(codes[j], code, k, scale[j], zero[j]), type);
-                for (ptrdiff_t j = 0; j < count; j++) {
-                    float whole = meant(codes[j], code, k) - (code >= INTEGER ? zero[j] : 0);
-                    meaning[j] = whole * wide[j];
-                }
+                for (ptrdiff_t j = 0; j < count; j++) made[j] = as_type(times(whole[j], scale[j]), type);
             }
-            compare(&t, made, meaning, count);
+            compare(&t, made, whole, wide, apart, count);
         }
     }
-    total(&t, out);
+    out[0] = t.most;
+    for (int lane = 0; lane < LANES; lane++) out[1] += t.squares[lane];
+    out[2] = (double)t.unequal;
 }
 
 CLONED void transaxle_error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdiff_t stride, const grid *g,
