@@ -244,6 +244,23 @@ def _scale_last_dim(shape: Shape, unit: int) -> Shape:
     return (*shape[:-1], shape[-1] * unit) if shape else shape
 
 
+def in_bytes(entry: Entry) -> Entry:
+    """Return an entry of 4-bit floating-point codes counted in bytes; other entries are returned unchanged.
+
+    Raises:
+        Refused: with the code UNSUPPORTED if a chunk does not consist of whole bytes.
+    """
+    if entry.dtype != "F4":
+        return entry
+    extents = []
+    for extent in entry.extents:
+        if extent.strides is not None or extent.start[-1] % 2 or extent.shape[-1] % 2:
+            raise refuse("UNSUPPORTED", "a chunk does not consist of whole bytes", tensor=entry.name)
+        start, shape = ((*each[:-1], each[-1] // 2) for each in (extent.start, extent.shape))
+        extents.append(replace(extent, start=start, shape=shape))
+    return Entry(entry.name, "U8", (*entry.shape[:-1], entry.shape[-1] // 2), tuple(extents))
+
+
 def redescribe(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
     """Describe the bytes of a stored tensor with a different dtype and shape.
 

@@ -252,8 +252,8 @@ class Recoding(msgspec.Struct, frozen=True):
     """Encoding in the files -> encoding in which all tensors of this encoding are shown."""
     configs: Mapping[str, Mapping[str, Any]] = msgspec.field(default_factory=dict)
     """Name of a config file -> its content in the files, if the shown config describes restated tensors."""
-    described: bool = False
-    """Whether tensors were restated in a convention whose descriptions are in the headers of safetensors files."""
+    restated: str = ""
+    """Convention in which tensors were restated; empty if they were not."""
 
 
 class Container(msgspec.Struct, frozen=True):

@@ -257,8 +257,47 @@ def test_scales_of_inputs_change_with_their_meaning(tmp_path: Path) -> None:
     assert unlike(tensors, back) == set()
     inputs = config_section(tmp_path / "c")["config_groups"]["group_0"]["input_activations"]
     assert (inputs["num_bits"], inputs["dynamic"]) == (4, "local")
-    with pytest.raises(Refused, match="te has no name for the scale of its inputs"):
-        restate(source, tmp_path / "d", "te")
+    for to in ("te", "torchao"):
+        with pytest.raises(Refused, match=f"{to} has no place for the scale of its inputs"):
+            restate(source, tmp_path / "d", to)
+
+
+def test_fp8_of_modelopt_needs_scales_of_inputs(tmp_path: Path) -> None:
+    """vLLM's `ModelOptFp8LinearMethod` quantizes inputs with a stored scale only; a missing one stays the least float32
+    number.
+    """
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    config = {**CONFIG, "quantization_config": section(weights, "float-quantized")}
+    codes = torch.randint(0, 0x7F, (32, 64), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensors = {f"{Q}.weight": codes, f"{Q}.weight_scale": torch.tensor([0.5])}
+    with pytest.raises(Refused, match="float8 of modelopt has a scale of its inputs, and this layer has none"):
+        tx.open(save(tmp_path / "a", tensors, config), restate="modelopt")
+    whole = tensors | {f"{Q}.input_scale": torch.tensor([0.25])}
+    there = restate(save(tmp_path / "b", whole, config), tmp_path / "c", "modelopt")
+    assert (there[f"{Q}.input_scale"].item(), there[f"{Q}.input_scale"].shape) == (0.25, ())
+
+
+@peers
+def test_matrices_of_128_rows_are_no_blocks_in_torchao(tmp_path: Path) -> None:
+    """Beside other shapes, too: the config says `PerTensor`, and torchao dequantizes to code times scale."""
+    from safetensors import safe_open
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
+    config = {**CONFIG, "quantization_config": section(weights, "float-quantized")}
+    tensors: Tensors = {}
+    for number, (name, rows) in enumerate({Q: 128, Q.replace("q_proj", "o_proj"): 256}.items()):
+        codes = torch.randint(0, 0x7F, (rows, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+        tensors[f"{name}.weight"] = codes.view(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale"] = torch.tensor([0.37 + number])
+    there = restate(save(tmp_path / "a", tensors, config), tmp_path / "b", "torchao")
+    written = config_section(tmp_path / "b")["quant_type"]["default"]
+    assert written["_data"]["granularity"]["_type"] == "PerTensor"
+    with safe_open(tmp_path / "b" / "model.safetensors", "pt") as file:
+        built, _ = unflatten_tensor_state_dict(there, file.metadata())
+    for name, value in built.items():
+        expected = tensors[name].float() * tensors[f"{name}_scale"]
+        assert torch.equal(value.dequantize(torch.bfloat16), expected.bfloat16())
 
 
 @peers
@@ -444,6 +483,16 @@ def test_training_engines_get_an_amax(tmp_path: Path) -> None:
         assert before[f"{Q}.weight"].tobytes() == after[f"{Q}.weight"].tobytes()
 
 
+@peers
+def test_hubs_have_no_files_for_training_engines(tmp_path: Path) -> None:
+    """`--to hf` of TransformerEngine's tensors writes compressed-tensors' form, which is not what `te` asks for."""
+    source, _ = preset("NVFP4A16", tmp_path)
+    (refusal,) = tx.plan(source, tmp_path / "x", to="hf", restate="te").refusals
+    assert "a hub's folder has such tensors in the convention compressed_tensors" in refusal.message
+    assert "--to safetensors:identity" in refusal.hint
+    assert any(name.endswith("weight_amax") for name in restate(source, tmp_path / "y", "te"))
+
+
 def deepseek(folder: Path) -> Path:
     return quantized.store(folder, quantized.deepseek())
 
@@ -507,14 +556,23 @@ def test_a_scale_that_no_number_expresses_is_refused_before_anything_is_written(
 
 
 def test_a_cache_in_fp8_is_described_as_the_target_does(tmp_path: Path) -> None:
-    """Both read back as FP8 by vLLM; ModelOpt's own file has another key for it."""
+    """Both read back as FP8 by vLLM; ModelOpt's own file has another key for it. compressed-tensors has the scales in
+    the attention, ModelOpt in the projections.
+    """
     config: dict[str, Any] = {**CONFIG, "quantization_config": section(HALF, "nvfp4-pack-quantized")}
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
     config["quantization_config"]["kv_cache_scheme"] = {**scheme, "observer": "minmax"}
-    source = save(tmp_path / "a", nvfp4(300.0), config)
-    restate(source, tmp_path / "b", "modelopt")
+    attention = Q.removesuffix(".q_proj")
+    plain = {f"{attention}.{name}_proj.bias": torch.ones(4) for name in "kv"}
+    scales = {f"{attention}.{name}_scale": torch.tensor([0.25]) for name in "kv"}
+    source = save(tmp_path / "a", nvfp4(300.0) | plain | scales, config)
+    there = restate(source, tmp_path / "b", "modelopt")
+    assert {each for each in there if each.endswith(("k_scale", "v_scale"))} == {
+        f"{attention}.{name}_proj.{name}_scale" for name in "kv"
+    }
+    assert there[f"{attention}.k_proj.k_scale"].shape == ()
     assert config_section(tmp_path / "b")["kv_cache_scheme"] == {"num_bits": 8, "type": "float", "dynamic": False}
-    restate(tmp_path / "b", tmp_path / "c", "compressed_tensors")
+    assert unlike(restate(tmp_path / "b", tmp_path / "c", "compressed_tensors"), read(source)) == set()
     assert config_section(tmp_path / "c")["kv_cache_scheme"] == scheme
     (tmp_path / "b" / "transaxle.json").unlink()
     quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": []}

@@ -227,7 +227,8 @@ def _gptq(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMethod:
     _check_common(fields.pack_dtype, fields.group_size, at)
     shift = 1 if form == _FIRST else 0
     varied = bool(fields.dynamic)
-    reordered, symmetric = bool(fields.desc_act), fields.sym or varied
+    # One group has all columns, in whatever order.
+    reordered, symmetric = bool(fields.desc_act) and (fields.group_size != -1 or varied), fields.sym or varied
     return PackedMethod(GPTQ, fields.bits, fields.group_size, path, reordered, shift, varied, symmetric)
 
 

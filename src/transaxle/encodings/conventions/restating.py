@@ -11,7 +11,8 @@ same numbers: every E2M1 value is also an E4M3 value, and a power of two may be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
@@ -35,7 +36,7 @@ from transaxle.encodings.conventions.convention import (
     GlobalMeaning,
     products_under,
 )
-from transaxle.encodings.conventions.quantization import NESTED, OLD_SECTION, Quantization
+from transaxle.encodings.conventions.quantization import NESTED, OLD_SECTION, Quantization, module_of
 from transaxle.encodings.conventions.scheme import (
     CACHE,
     CHANNEL,
@@ -59,6 +60,7 @@ from transaxle.encodings.encoding import (
     EncodedTensor,
     Encoding,
     Role,
+    Wide,
 )
 from transaxle.errors import refuse
 
@@ -80,6 +82,7 @@ RECODINGS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Target of restating -> encodings that can be recoded exactly to the encoding of this name."""
+_CONFIG_DTYPES: Mapping[str, Wide] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _AT_ONCE = 256
 """Number of matrices that are compared at once, to limit the memory used."""
 _NEIGHBOURS = 4
@@ -117,6 +120,36 @@ def widen_zero_points(words: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
     count = -(-rows // WORDS[PACKED_BYTES])
     per_word = per_row[: count * WORDS[PACKED_BYTES]].reshape(count, WORDS[PACKED_BYTES], -1)
     return np.ascontiguousarray(per_word.transpose(0, 2, 1))
+
+
+def expects_input_scales(convention: Convention, encoding: Encoding) -> bool:
+    """Return whether programs that read a convention expect a scale of the inputs of every layer of an encoding.
+
+    vLLM and SGLang quantize the inputs of ModelOpt's `FP8` with a stored scale only, and take a missing one for the
+    number that the memory contains.
+    """
+    return convention.name == MODELOPT and encoding.name == FLOAT8.name and set(encoding.tile) == {WHOLE}
+
+
+_CACHE_SCALES: Mapping[str, tuple[re.Pattern[str], str]] = MappingProxyType({
+    COMPRESSED_TENSORS: (re.compile(r"(.*\.)([kv])_proj\.\2_scale"), r"\1\2_scale"),
+    MODELOPT: (re.compile(r"(.*\.)([kv])_scale"), r"\1\2_proj.\2_scale"),
+})  # fmt: skip
+"""Convention -> names of scales of cached keys and values in the other convention, and their names in this one."""
+
+
+def cache_scale_names(names: Collection[str], convention: str) -> dict[str, str]:
+    """Return stored name -> name in a convention, for scales of cached keys and values with another name in it.
+
+    compressed-tensors has them in the attention (`self_attn.k_scale`), ModelOpt in the projection
+    (`self_attn.k_proj.k_scale`). A name stays if the attention has no such projection.
+    """
+    pattern, new = _CACHE_SCALES.get(convention, (None, ""))
+    if pattern is None:
+        return {}
+    modules = {module_of(name) for name in names}
+    matches = ((name, pattern.fullmatch(name)) for name in names)
+    return {name: match.expand(new) for name, match in matches if match and f"{match[1]}{match[2]}_proj" in modules}
 
 
 class RestatedNumbers(msgspec.Struct, frozen=True):
@@ -386,3 +419,12 @@ def conventions_with(encoding: Encoding) -> Iterator[str]:
     for target, name in RESTATED_CONVENTIONS.items():
         if can_store(CONVENTIONS[name], encoding):
             yield target
+
+
+def dtype_of_model(config: Mapping[str, Any]) -> Wide:
+    """Return the dtype in which values are compared: the dtype of the model according to its config, or BF16."""
+    for section in (config, *(config.get(key) or {} for key in NESTED)):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(section, Mapping) and section.get(key) in _CONFIG_DTYPES:
+                return _CONFIG_DTYPES[section[key]]
+    return "BF16"

@@ -375,9 +375,15 @@ class _SectionWriter:
 
     def _torchao(self) -> Iterator[Section]:
         self._relist(self.old, _NOT_CONVERTED, _TRANSFORMERS)
-        kinds = list(self._kinds())
+        # A header states the tile in elements; that of a matrix of 128 x 128 is read as one of DeepSeek's blocks.
+        kinds = {
+            FLOAT8 if tensor.shape[-2:] == tensor.encoding.tile == FLOAT8_BLOCK.tile else kind
+            for kind, modules in self._kinds().items()
+            for tensor in self.encoded.values()
+            if module_of(tensor.name) in modules
+        }
         if len(kinds) == 1:
-            yield self.old | {"quant_type": {"default": describe_weights(kinds[0])}}
+            yield self.old | {"quant_type": {"default": describe_weights(kinds.pop())}}
 
     def _relist(self, section: Section, key: str, listing: _ModuleListing) -> None:
         """Change the section's list of unquantized modules so that it matches the unquantized tensors."""

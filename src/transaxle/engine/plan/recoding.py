@@ -32,6 +32,7 @@ from transaxle.encodings.conventions.convention import (
     PREFERRED,
     TE,
     TE_NOTE,
+    TORCHAO,
     TRAINED,
     hub_buffers,
     hub_convention,
@@ -90,6 +91,10 @@ def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     if not trained_tensors or all(tensor.convention == to.name for tensor in trained_tensors):
         return checkpoint, []
     container = checkpoint.container
+    if container.recoding.restated == TE:
+        message = f"a hub's folder has such tensors in the convention {to.name}, because no config describes {TE}"
+        hint = f"To keep the names:  --to {SAFETENSORS.name}:{IDENTITY}. For the hub:  --restate {to.name}."
+        return checkpoint, [Refusal("UNSUPPORTED", message, Where(None, trained_tensors[0].name), hint)]
     files: dict[str, InMemoryFile] = {}
     entries: dict[str, Entry] = {}
     problems = [refusal for tensor in trained_tensors if (refusal := refusal_for_hub(tensor)) is not None]
@@ -216,7 +221,7 @@ def check_restated(checkpoint: Checkpoint, to: tuple[str, str], view: View) -> t
     """
     form, target_dialect = to
     refusals, notes = _refuse_inexact(checkpoint.container), list[str]()
-    if (form, target_dialect) != (SAFETENSORS.name, IDENTITY) and checkpoint.container.recoding.described:
+    if (form, target_dialect) != (SAFETENSORS.name, IDENTITY) and checkpoint.container.recoding.restated == TORCHAO:
         message = (
             "the headers of safetensors files describe torchao's tensors under the names that they have in the source"
         )

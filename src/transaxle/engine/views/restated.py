@@ -29,6 +29,7 @@ from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.conventions.convention import (
     CONVENTIONS,
     DEEPSEEK,
+    MODELOPT,
     PACKED_BYTES,
     PREFERRED,
     TE,
@@ -39,16 +40,19 @@ from transaxle.encodings.conventions.convention import (
     Shape,
     training_only,
 )
-from transaxle.encodings.conventions.quantization import CONFIG, MODELOPT_CONFIG, NESTED
+from transaxle.encodings.conventions.quantization import CONFIG, MODELOPT_CONFIG
 from transaxle.encodings.conventions.restating import (
     BF16,
     RECODINGS,
     RESTATED_CONVENTIONS,
     RestatedNumbers,
+    cache_scale_names,
     can_store,
     check_cache,
     conventions_with,
+    dtype_of_model,
     encoding_in,
+    expects_input_scales,
     input_meaning,
     restate_globals,
     restate_inputs,
@@ -66,9 +70,8 @@ from transaxle.encodings.encoding import (
     EncodedTensor,
     Encoding,
     Role,
-    Wide,
 )
-from transaxle.engine.source import Source, redescribe
+from transaxle.engine.source import Source, in_bytes, redescribe
 from transaxle.engine.views.decoded import Decoder, RowMajorBytes, with_decoded, without_notes
 from transaxle.engine.views.encoded import Catalog, buffer_name, catalog, without_zero_points
 from transaxle.engine.views.stated_shapes import with_shape_files
@@ -90,11 +93,10 @@ _E8M0_NAN = 255
 _E5M2 = "F8_E5M2"
 _MATRIX, _OF_LINEAR = 2, ".weight"
 """Number of dims, and end of the name, of the weight of a linear layer."""
-_CONFIG_DTYPES: Mapping[str, Wide] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _CACHED = 64
 """Number of rows of tiles whose scales are cached."""
-_LEAVE = "Leave the tensors in their convention (omit --restate), or write decoded values:  --decode bf16."
-_RECODE = "Leave the tensors in their encoding (omit --restate), or write decoded values:  --decode bf16."
+_LEAVE = "To leave the tensors in their convention, omit --restate. For decoded values:  --decode bf16."
+_RECODE = "To leave the tensors in their encoding, omit --restate. For decoded values:  --decode bf16."
 _SPAN = 32
 """Number of elements of an mxfp4 tensor that share one scale."""
 _PAIRS = np.stack(np.meshgrid(np.arange(16, dtype=np.uint8), np.arange(16, dtype=np.uint8)), -1).reshape(256, 2)
@@ -493,7 +495,7 @@ class _Restating:
         self._catalog, self._to, self._user_config = tensors, to, user_config
         self._container = self._catalog.container
         self._source = Source(self._container, self._catalog.buffers)
-        self._dtype = _dtype_of_model(_read_config(self._container) if user_config is None else user_config)
+        self._dtype = dtype_of_model(_read_config(self._container) if user_config is None else user_config)
         self._problems: list[Refusal] = []
         self._files: dict[str, VirtualFile] = {}
         self._checks: list[Check] = []
@@ -556,7 +558,8 @@ class _Restating:
             target = CONVENTIONS[RESTATED_CONVENTIONS[self._to]]
             if not can_store(target, tensor.encoding):
                 message = f"{name} cannot be stored in the convention {target.name}"
-                hint = f"Conventions with {name}: {', '.join(conventions_with(tensor.encoding))}."
+                listed = ", ".join(conventions_with(tensor.encoding))
+                hint = f"Conventions with {name}: {listed}." if listed else _LEAVE
                 raise refuse("UNSUPPORTED", message, tensor=where, hint=hint)
             if target.name == TORCHAO and (len(tensor.shape) != _MATRIX or not tensor.name.endswith(_OF_LINEAR)):
                 message = "torchao describes weights of linear layers only"
@@ -582,11 +585,14 @@ class _Restating:
             computed[Role.GLOBAL] = numbers.compute
             checks.append(numbers.refusal)
         if Role.INPUT_SCALE in tensor.parts:
-            if Role.INPUT_SCALE not in target.forms(encoding):
-                message = f"{target.name} has no name for the scale of its inputs, {tensor.parts[Role.INPUT_SCALE]}"
+            if Role.INPUT_SCALE not in target.forms(encoding) or target.name == TORCHAO:
+                message = f"{target.name} has no place for the scale of its inputs, {tensor.parts[Role.INPUT_SCALE]}"
                 raise refuse("UNSUPPORTED", message, tensor=tensor.name, hint=_LEAVE)
             if input_meaning(source, encoding) != input_meaning(target, encoding):
                 computed[Role.INPUT_SCALE] = numbers.compute_inputs
+        elif expects_input_scales(target, encoding):
+            message = f"{encoding.name} of {target.name} has a scale of its inputs, and this layer has none"
+            raise refuse("UNSUPPORTED", message, tensor=tensor.name, hint=_LEAVE)
         if encoding.scale == MXFP8.scale and encoding.name == FLOAT8_BLOCK.name and not _has_exponents(target):
             encoding = replace(encoding, scale=FLOAT8_BLOCK.scale)
             computed[Role.SCALE] = partial(_reals_of_exponents, stored)
@@ -637,7 +643,7 @@ class _Restating:
         dtype, shape = place
         if compute is None:
             try:
-                return redescribe(_in_bytes(stored.entry(role)), name, dtype, shape)
+                return redescribe(in_bytes(stored.entry(role)), name, dtype, shape)
             except TransaxleError:  # the stored chunks are no boxes of the new shape
                 compute = stored.bytes_of(role).read
         self._files[_FILE + name] = _Computed(nbytes(dtype, shape), compute)
@@ -652,8 +658,10 @@ class _Restating:
         }
         training = training_only([tensor.parts[Role.CODES] for tensor in changed], container.entries)
         entries: dict[str, Entry] = {}
+        cached = cache_scale_names(container.entries, RESTATED_CONVENTIONS.get(self._to, ""))
         for name, entry in container.entries.items():
-            for shown_entry in self._new.get(name, () if name in new_names or name in training else (entry,)):
+            plain = _rename_number(entry, cached[name], RESTATED_CONVENTIONS[self._to]) if name in cached else entry
+            for shown_entry in self._new.get(name, () if name in new_names or name in training else (plain,)):
                 if shown_entry.name in entries:
                     message = "two tensors would have this name"
                     raise refuse("NAME_COLLISION", message, tensor=shown_entry.name)
@@ -663,6 +671,7 @@ class _Restating:
         if any(tensor.convention == TORCHAO for tensor in self._encoded.values()):
             metadata |= self._torchao_notes(entries)
         renamed = {old: new for old, new in new_names.items() if new is not None}
+        renamed |= cached
         training_entries = {name: container.entries[name] for name in training}
         encodings = {tensor.encoding.name: self._encoded[tensor.name].encoding.name for tensor in changed}
         recoding = structs.replace(
@@ -670,7 +679,7 @@ class _Restating:
             checks=(*container.recoding.checks, *self._checks),
             encodings={old: new for old, new in encodings.items() if old != new},
             notes=(*container.recoding.notes, *self._notes(changed)),
-            described=RESTATED_CONVENTIONS.get(self._to) == TORCHAO,
+            restated=RESTATED_CONVENTIONS.get(self._to, ""),
         )
         return structs.replace(
             container,
@@ -757,35 +766,15 @@ def _read_config(container: Container) -> Config:
     return config
 
 
-def _dtype_of_model(config: Config) -> Wide:
-    """Return the dtype in which values are compared: the dtype of the model according to its config, or BF16."""
-    for section in (config, *(config.get(key) or {} for key in NESTED)):
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(section, Mapping) and section.get(key) in _CONFIG_DTYPES:
-                return _CONFIG_DTYPES[section[key]]
-    return "BF16"
+def _rename_number(entry: Entry, name: str, convention: str) -> Entry:
+    """Return the entry of a scale of cached keys or values under its name in a convention, and in its shape."""
+    shape = entry.shape if prod(entry.shape) != 1 else () if convention == MODELOPT else (1,)
+    return redescribe(entry, name, entry.dtype, shape)
 
 
 def _has_exponents(target: Convention) -> bool:
     """Return whether programs that read a convention take E8M0 scales of 128 x 128 tiles for powers of two."""
     return target.name == DEEPSEEK
-
-
-def _in_bytes(entry: Entry) -> Entry:
-    """Return an entry of packed codes counted in bytes; other entries are returned unchanged.
-
-    Raises:
-        Refused: with the code UNSUPPORTED if a chunk does not consist of whole bytes.
-    """
-    if entry.dtype != NVFP4.code:
-        return entry
-    extents = []
-    for extent in entry.extents:
-        if extent.strides is not None or extent.start[-1] % 2 or extent.shape[-1] % 2:
-            raise refuse("UNSUPPORTED", "a chunk does not consist of whole bytes", tensor=entry.name)
-        start, shape = ((*each[:-1], each[-1] // 2) for each in (extent.start, extent.shape))
-        extents.append(structs.replace(extent, start=start, shape=shape))
-    return Entry(entry.name, "U8", (*entry.shape[:-1], entry.shape[-1] // 2), tuple(extents))
 
 
 def _join(names: Iterable[str]) -> str:
