@@ -66,7 +66,7 @@ help:
 	@echo 'make gpu     tests and benchmarks that need a CUDA device, with another Python (GPU_PYTHON=python3)'
 	@echo 'make fuzz    hostile inputs, each with a limit of time and memory'
 	@echo 'make mutants  plant wrong values in twenty random functions, and count how many the tests notice'
-	@echo 'make bench   measure speed against the promises, in one table (three quarters of an hour)'
+	@echo 'make bench   measure speed against the promises, in one table (an hour)'
 	@echo 'make bench-compare BASE=REV  the same, compared with another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
 	@echo 'make wheel   build and check the published files in dist/: the source and two wheels'

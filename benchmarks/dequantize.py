@@ -15,8 +15,8 @@ and removed, so that every program finds its memory already allocated. In the fi
 by bit. Memory is sampled in a round of its own (it counts the pages of files that a program maps), and the ratios
 without what importing the peers takes are printed beside those with it, as that part does not grow with the model.
 
-Promises: int4 at half the speed of `cat`; a third of the time of either peer in processor time, and a twentieth of its
-memory; 128 MB.
+Promises: int4 at half the speed of `cat`, 128 MB, half of the processor time of either peer, and a twentieth of its
+memory. `cat` needs one core and a conversion all, so other work on the machine lowers that ratio.
 
     python benchmarks/dequantize.py [--rounds 3] [--layers 11] [--only int4]
 """
@@ -48,7 +48,7 @@ from zero import MEMORY, TIME, Run, run_watched
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 12288, 32, 8, 128, 1024
 PACKAGES = Path(os.environ.get("LLM_DEQUANT_PACKAGES", f"{sys.prefix}/llm-dequant"))
 """The folder into which `make` installs llm-dequant."""
-LIKE_CAT, FASTER, MEMORY_SHARE, ALLOWED_MEMORY = 0.5, 3.0, 0.05, 128.0
+LIKE_CAT, FASTER, MEMORY_SHARE, ALLOWED_MEMORY = 0.5, 2.0, 0.05, 128.0
 INT4, NVFP4 = "int4", "nvfp4"
 OURS, CAT, LLM_DEQUANT, COMPRESSED_TENSORS = "Transaxle", "cat", "llm-dequant", "compressed-tensors"
 CT_PROGRAM = """
@@ -253,6 +253,8 @@ def report(kind: str, runs: Mapping[str, list[Run]], imports: Mapping[str, float
     own = timed[OURS]
     ratios = [other.seconds / each.seconds for other, each in zip(timed[CAT], own, strict=True)]
     promises.at_least(f"{kind} -> bf16 against cat", ratios, LIKE_CAT if kind == INT4 else None)
+    shares = [other.cpu / each.cpu for other, each in zip(timed[CAT], own, strict=True)]
+    promises.at_least(f"{kind} -> bf16 against cat, processor time", shares, None)
     promises.at_most(f"{kind} -> bf16, peak memory", peaks[OURS] / 1e6, ALLOWED_MEMORY, "MB")
     for side in imports.keys() & timed.keys():
         pairs = list(zip(timed[side], own, strict=True))

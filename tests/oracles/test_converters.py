@@ -216,13 +216,15 @@ def test_awq_restated_as_compressed_tensors_converts_it(tmp_path: Path) -> None:
     assert differing(restated, expected) == []
     decoded = ours(source, tmp_path / "decoded", decode="fp16")
     assert [m for m, one in made.items() if not torch.equal(decoded[f"{LAYER}{m}.weight"], one.values)] == []
-    for name in ("theirs", "ours"):  # in the type of the scales: as bf16, compressed-tensors rounds twice
-
-        def dequantizer(folder: Path) -> Converter:
-            return CompressedTensorsDequantizer(folder, dtype=torch.float16)
-
-        again = theirs(tmp_path / name, tmp_path / f"{name} decoded", dequantizer)
-        assert [m for m, one in made.items() if not torch.equal(again[f"{LAYER}{m}.weight"], one.values)] == []
+    once = ours(source, tmp_path / "once", decode="bf16")
+    for name, rounds in (("theirs", 2), ("ours", 2), ("float32", 1)):  # it multiplies in the type of the scales
+        if name == "float32":
+            scales = {key: value.float() for key, value in restated.items() if key.endswith("weight_scale")}
+            write(tmp_path / name, config_of(tmp_path / "ours"), restated | scales)
+        as_bf16 = theirs(tmp_path / name, tmp_path / f"{name} as bf16", CompressedTensorsDequantizer)
+        assert (differing(once, as_bf16) == []) == (rounds == 1)
+        half = {f"{LAYER}{module}.weight": one.values.bfloat16() for module, one in made.items()}
+        assert rounds == 1 or differing({key: as_bf16[key] for key in half}, half) == []
 
 
 def test_modelopt_restated_as_compressed_tensors_converts_it(tmp_path: Path) -> None:
@@ -425,6 +427,32 @@ def test_what_llm_dequant_does(name: str, tmp_path: Path) -> None:
     else:
         convert(source, tmp_path / "theirs")
         assert SECTION not in config_of(tmp_path / "theirs")
+
+
+def test_a_plain_weight_replaces_the_codes_of_its_name(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", {SECTION: NVFP4}, changed(nvfp4, weight=PLAIN))
+    assert not theirs(source, tmp_path / "theirs", CompressedTensorsDequantizer)[f"{DOWN}weight"].any()
+
+
+def test_of_codes_without_a_global_scale_llm_dequant_makes_other_values(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", {SECTION: NVFP4}, changed(nvfp4, weight_global_scale=torch.ones(1)))
+    none = write(tmp_path / "b", {SECTION: NVFP4}, changed(nvfp4, weight_global_scale=None))
+    for folder in (one, none):
+        with_llm_dequant().convert(folder, folder / "out")
+    assert differing(loaded(one / "out"), loaded(none / "out")) == []
+
+
+def test_stacks_beside_linears_are_left_by_llm_dequant(tmp_path: Path) -> None:
+    stack = stacked(nvfp4, "_")
+    source = write(tmp_path / "a", {SECTION: NVFP4}, {**model(nvfp4), **stack})
+    with_llm_dequant().convert(source, tmp_path / "theirs")
+    written = loaded(tmp_path / "theirs")
+    left = [name for name in stack if ".experts." in name]
+    assert len(left) == 3
+    assert (
+        differing({n: written[n].view(torch.uint8) for n in left}, {n: stack[n].view(torch.uint8) for n in left}) == []
+    )
+    assert SECTION not in config_of(tmp_path / "theirs")
 
 
 def test_a_section_within_the_text_config(tmp_path: Path) -> None:
