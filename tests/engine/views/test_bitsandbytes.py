@@ -165,6 +165,9 @@ MISFITS: dict[str, tuple[Mapping[str, torch.Tensor], str, str]] = {
     "no JSON": (PLAIN | {STATE: torch.zeros(9, dtype=torch.uint8)}, "CORRUPT", "it does not describe a weight"),
     "a shape of text": (PLAIN | {STATE: text(PLAIN, shape="16, 128")}, "CORRUPT", "it does not describe a weight"),
     "a negative shape": (PLAIN | {STATE: text(PLAIN, shape=[-16, -128])}, "SHAPE_MISMATCH", "are not the codes of"),
+    "blocks of a size that the program has not": (
+        PLAIN | {STATE: text(PLAIN, shape=[16, 128], blocksize=16)}, "UNSUPPORTED", "blocksize is 16; known: 32, 64",
+    ),
     "nested blocks of no size": (FOUR | {STATE: text(FOUR, nested_blocksize=0)}, "UNSUPPORTED", "blocksize is 0"),
     "a shown name that exists": (PLAIN | {f"{NAME}_absmax": torch.ones(1)}, "NAME_COLLISION", "would be shown under"),
 }  # fmt: skip

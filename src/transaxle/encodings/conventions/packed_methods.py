@@ -46,7 +46,7 @@ ROW_SCALES = "SCB"
 """Last name segment of the scales of 8-bit weights of bitsandbytes."""
 BLOCK_TYPES = {NF4.name: NF4, FP4.name: FP4}
 """bitsandbytes' name of a type of 4-bit codes -> encoding."""
-_BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
+BLOCK_SIZES = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 """Numbers of codes that may share a scale in bitsandbytes, the usual one first."""
 BITS = (4, 8)
 """Bit widths of codes that are read."""
@@ -176,7 +176,7 @@ def _bitsandbytes(section: Mapping[str, Any], location: str) -> Scheme:
         return METHODS[COMPRESSED]({METHOD: COMPRESSED, "format": INT_QUANTIZED, GROUPS: groups}, location)
     _check(fields.bnb_4bit_quant_type, tuple(BLOCK_TYPES), f"{location}.bnb_4bit_quant_type")
     encoding = BLOCK_TYPES[fields.bnb_4bit_quant_type]
-    groups_of_blocks = tuple(ModuleGroup(replace(encoding, tile=(1, size)), None) for size in _BLOCKS)
+    groups_of_blocks = tuple(ModuleGroup(replace(encoding, tile=(1, size)), None) for size in BLOCK_SIZES)
     return Scheme((BITSANDBYTES,), groups_of_blocks, Modules())
 
 

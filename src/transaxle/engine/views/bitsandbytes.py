@@ -28,7 +28,13 @@ from numpy.typing import NDArray
 from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.arithmetic.codes import KINDS
 from transaxle.encodings.conventions.convention import WEIGHT
-from transaxle.encodings.conventions.packed_methods import BLOCK_TYPES, OF_BITSANDBYTES, QUANT_STATE, ROW_SCALES
+from transaxle.encodings.conventions.packed_methods import (
+    BLOCK_SIZES,
+    BLOCK_TYPES,
+    OF_BITSANDBYTES,
+    QUANT_STATE,
+    ROW_SCALES,
+)
 from transaxle.encodings.conventions.quantization import read
 from transaxle.encodings.conventions.scheme import METHOD, SECTION
 from transaxle.encodings.encoding import INT8
@@ -298,6 +304,9 @@ def _read_weight(source: Source, name: str) -> _Weight:
     if len(state.shape) < 2 or min(state.shape) < 1 or state.blocksize < 1 or codes.nbytes * 2 != elements:
         message = f"{codes.dtype} {list(codes.shape)} are not the codes of {state.shape}, two in a byte"
         raise refuse("SHAPE_MISMATCH", message, tensor=weight)
+    if state.blocksize not in BLOCK_SIZES:
+        message = f"blocksize is {state.blocksize}; known: {', '.join(map(str, sorted(BLOCK_SIZES)))}"
+        raise refuse("UNSUPPORTED", message, tensor=name, hint=_KEEP)
     if state.shape[-1] % state.blocksize:
         message = f"its rows of {state.shape[-1]:,} are not whole blocks of {state.blocksize}, which is not supported"
         raise refuse("UNSUPPORTED", message, tensor=weight, hint=_KEEP)
