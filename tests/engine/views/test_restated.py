@@ -262,6 +262,17 @@ def test_scales_of_inputs_change_with_their_meaning(tmp_path: Path) -> None:
             restate(source, tmp_path / "d", to)
 
 
+@peers
+def test_a_scale_per_row_has_no_place_in_deepseek_s_form(tmp_path: Path) -> None:
+    source, made = preset("FP8_DYNAMIC", tmp_path)
+    with pytest.raises(
+        Refused, match="float8 with a scale per row cannot be stored in the convention deepseek"
+    ) as error:
+        tx.open(source, restate="deepseek")
+    assert {refusal.where.tensor for refusal in error.value.refusals} == made.values.keys()
+    assert "Conventions with float8: compressed_tensors, modelopt, torchao." in str(error.value)
+
+
 def test_fp8_of_modelopt_needs_scales_of_inputs(tmp_path: Path) -> None:
     """vLLM's `ModelOptFp8LinearMethod` quantizes inputs with a stored scale only; a missing one stays the least float32
     number.

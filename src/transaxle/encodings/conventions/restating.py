@@ -409,6 +409,8 @@ _OF_TORCHAO = ((WHOLE, WHOLE), (1, WHOLE))
 
 def can_store(convention: Convention, encoding: Encoding) -> bool:
     """Return whether tensors of an encoding can be restated in a convention."""
+    if convention.name == DEEPSEEK and encoding.tile == CHANNEL.tile:
+        return False  # no config of its method describes a scale per row
     if convention.name != TORCHAO:
         return encoding.name in convention.writes
     return encoding.has_global or (encoding.name == FLOAT8.name and encoding.tile in _OF_TORCHAO)

@@ -60,6 +60,7 @@ from transaxle.encodings.conventions.restating import (
     widen_zero_points,
 )
 from transaxle.encodings.conventions.rewriting import rewrite_config, without_quantization
+from transaxle.encodings.conventions.scheme import CHANNEL
 from transaxle.encodings.conventions.torchao_convention import NAMES, PLAIN_TENSOR, describe_tensor
 from transaxle.encodings.encoding import (
     ENCODINGS,
@@ -557,7 +558,8 @@ class _Restating:
         if self._to in RESTATED_CONVENTIONS:
             target = CONVENTIONS[RESTATED_CONVENTIONS[self._to]]
             if not can_store(target, tensor.encoding):
-                message = f"{name} cannot be stored in the convention {target.name}"
+                kind = f"{name} with a scale per row" if tensor.encoding.tile == CHANNEL.tile else name
+                message = f"{kind} cannot be stored in the convention {target.name}"
                 listed = ", ".join(conventions_with(tensor.encoding))
                 hint = f"Conventions with {name}: {listed}." if listed else _LEAVE
                 raise refuse("UNSUPPORTED", message, tensor=where, hint=hint)
