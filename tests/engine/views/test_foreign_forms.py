@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,96 @@ def test_the_config_may_be_given(tmp_path: Path) -> None:
     (tmp_path / "source" / "config.json").write_text(given.read_text())
     tx.convert(tmp_path / "source", tmp_path / "same", to="hf", decode="fp32")
     assert checkpoints.same(tmp_path / "out", tmp_path / "same")
+
+
+SIDECARS = {
+    "AutoGPTQ": (
+        "gptq",
+        "quantize_config.json",
+        {"damp_percent": 0.01, "static_groups": False, "model_file_base_name": "m"},
+    ),
+    "GPTQModel": ("gptq_v2, 8 bits", "quantize_config.json", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+    "AutoAWQ": ("awq", "quant_config.json", {"modules_to_not_convert": None}),
+    "GPTQModel, AWQ": ("awq", "quantize_config.json", {"quant_method": "awq", "lm_head": False}),
+}
+
+
+def beside(folder: Path, file: str, fields: dict[str, Any], *, moved: bool = True) -> None:
+    """Write what config.json says of its codes to a file of its own; it stays in config.json too if not moved."""
+    config = json.loads((folder / "config.json").read_text())
+    section = config["quantization_config"]
+    names = {"bits": "w_bit", "group_size": "q_group_size"} if file == "quant_config.json" else {}
+    kept = ("bits", "group_size", "desc_act", "sym", "zero_point", "version")
+    stated = {names.get(key, key): section[key] for key in kept if key in section} | fields
+    (folder / file).write_text(json.dumps(stated))
+    if moved:
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("kind", "file", "fields"), SIDECARS.values(), ids=SIDECARS)
+def test_older_programs_describe_codes_in_a_file_of_their_own(
+    kind: str, file: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    """The result is that of a config.json with the same section; and no file is left that says there are codes."""
+    values = write(tmp_path / "source", kind)
+    shutil.copytree(tmp_path / "source", tmp_path / "older")
+    shutil.copytree(tmp_path / "source", tmp_path / "both")
+    beside(tmp_path / "older", file, fields)
+    beside(tmp_path / "both", file, fields, moved=False)
+    (tmp_path / "older" / "tokenizer.json").write_text("{}")
+    ways: dict[str, dict[str, Any]] = {"decoded": {"decode": "fp32"}, "restated": {"restate": "compressed_tensors"}}
+    for name, how in ways.items():
+        for place in ("source", "older", "both"):
+            tx.convert(tmp_path / place, tmp_path / f"{place} {name}", to="hf", **how)
+        for place in ("older", "both"):
+            assert checkpoints.same(tmp_path / f"source {name}", tmp_path / f"{place} {name}")
+            assert not (tmp_path / f"{place} {name}" / file).exists()
+            texts = [(tmp_path / f"{each} {name}" / "config.json").read_text() for each in ("source", place)]
+            assert json.loads(texts[0]) == json.loads(texts[1])
+        assert (tmp_path / f"older {name}" / "tokenizer.json").exists()
+    decoded = load_file(tmp_path / "older decoded" / "model.safetensors")
+    assert all(torch.equal(decoded[name].half(), value) for name, value in values.items() if "_proj." in name)
+    tx.convert(tmp_path / "older", tmp_path / "moved", to="safetensors")
+    assert (tmp_path / "moved" / file).read_bytes() == (tmp_path / "older" / file).read_bytes()
+
+
+def test_files_that_contradict_each_other_are_refused_unless_the_user_decides(tmp_path: Path) -> None:
+    """transformers and vLLM would read one of them, GPTQModel the other."""
+    values = write(tmp_path / "source", "gptq")
+    beside(tmp_path / "source", "quantize_config.json", {"checkpoint_format": "gptq_v2"}, moved=False)
+    options: dict[str, Any] = {"to": "hf", "decode": "fp32"}
+    with demand_refusal("CORRUPT", "quantize_config.json", "checkpoint_format differ from what config.json says"):
+        tx.convert(tmp_path / "source", tmp_path / "out", **options)
+    tx.convert(tmp_path / "source", tmp_path / "out", config=tmp_path / "source" / "config.json", **options)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[KEPT].half(), values[KEPT])
+    assert not (tmp_path / "out" / "quantize_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "message"),
+    [
+        ({"bits": 3}, "UNSUPPORTED", "bits is 3; known: 4, 8"),
+        ({"bits": "four"}, "CORRUPT", "Expected `int`"),
+        ({"rotation": "hadamard"}, "UNSUPPORTED", "rotation is not known here"),
+        ({"quant_method": "hqq"}, "UNSUPPORTED", "quant_method is 'hqq'; known in this file: gptq, awq"),
+    ],
+)
+def test_refusals_name_the_file(fields: dict[str, Any], code: str, message: str, tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq")
+    beside(tmp_path / "source", "quantize_config.json", fields)
+    with pytest.raises(TransaxleError) as refused:
+        tx.convert(tmp_path / "source", tmp_path / "out", to="hf", decode="bf16")
+    assert (refused.value.code, refused.value.where.file) == (code, "quantize_config.json")
+    assert message in str(refused.value)
+
+
+def test_a_file_that_is_left_over_beside_plain_weights_has_no_effect(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq")
+    tx.convert(tmp_path / "source", tmp_path / "plain", to="hf", decode="bf16")
+    (tmp_path / "plain" / "quantize_config.json").write_text("no JSON")
+    tx.convert(tmp_path / "plain", tmp_path / "out", to="hf")
+    assert checkpoints.same(tmp_path / "plain", tmp_path / "out")
 
 
 def test_models_of_conv1d_layers_are_refused(tmp_path: Path) -> None:

@@ -39,7 +39,13 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 GPTQ, AWQ, OF_BITSANDBYTES = "gptq", "awq", "bitsandbytes"
 PACKED_METHODS: Mapping[str, str] = MappingProxyType({GPTQ: "GPTQ", AWQ: "AWQ", OF_BITSANDBYTES: "bitsandbytes"})
 """`quant_method` of the config -> name of the method in messages."""
+PACKED_FILES: Mapping[str, str] = MappingProxyType({"quantize_config.json": GPTQ, "quant_config.json": AWQ})
+"""Name of a file that has the fields of the section without a config around them -> `quant_method` of a file that does
+not state it. AutoGPTQ and AutoAWQ wrote such files before config.json had a section; GPTQModel writes one besides.
+"""
 _T = TypeVar("_T", bound=msgspec.Struct)
+PACKED_CODES = "qweight"
+"""Last name segment of the codes of GPTQ and AWQ."""
 QUANT_STATE = ".quant_state.bitsandbytes__"
 """Text between a weight's name and the type of its codes, in the name of the tensor that describes a 4-bit weight."""
 ROW_SCALES = "SCB"
@@ -73,6 +79,13 @@ class PackedMethod(msgspec.Struct, frozen=True):
     """Whether bits and group sizes differ between modules (`dynamic`), so that shapes determine them."""
     symmetric: bool = False
     """Whether zero points may all be the middle one (`sym`), which only the tensors prove."""
+
+
+STATED: Mapping[str, str] = MappingProxyType({
+    "name": METHOD, "bits": "bits", "group": "group_size", "reordered": "desc_act", "shift": "checkpoint_format",
+    "varied": "dynamic",
+})  # fmt: skip
+"""Field of `PackedMethod` on which values depend -> key of the section that states it."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -148,8 +161,8 @@ def parse_packed(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMet
     """Parse the section of a checkpoint of GPTQ or AWQ; None for the section of another method.
 
     Args:
-        section: the quantization section of the config.
-        path: config keys that lead to the section.
+        section: the quantization section of the config, or the content of a file that has nothing else.
+        path: config keys that lead to the section; empty for such a file.
 
     Raises:
         Refused: with the code CORRUPT if the section is malformed, with the code UNSUPPORTED if it describes codes that
@@ -166,7 +179,7 @@ def _parse_as_compressed(section: Mapping[str, Any], location: str) -> Scheme:
 
 
 def _bitsandbytes(section: Mapping[str, Any], location: str) -> Scheme:
-    fields = _fields(section, _BitsAndBytes, location, OF_BITSANDBYTES)
+    fields = _fields(section, _BitsAndBytes, f"{location}.", OF_BITSANDBYTES)
     if bool(fields.load_in_4bit) == bool(fields.load_in_8bit):
         message = f"{location}: load_in_4bit is {fields.load_in_4bit}, and load_in_8bit {fields.load_in_8bit}"
         raise refuse("CORRUPT", message)
@@ -215,15 +228,15 @@ def with_section(config: Mapping[str, Any], path: tuple[str, ...], section: Mapp
 
 
 def _gptq(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMethod:
-    at = ".".join(path)
+    at = "".join(f"{key}." for key in path)
     fields = _fields(section, _Gptq, at, GPTQ)
     stated = [name.lower() for name in (fields.checkpoint_format, fields.format) if name]
     if len(set(stated)) > 1:
-        raise refuse("CORRUPT", f"{at}.checkpoint_format is {stated[0]!r}, but {at}.format is {stated[1]!r}")
+        raise refuse("CORRUPT", f"{at}checkpoint_format is {stated[0]!r}, but {at}format is {stated[1]!r}")
     form = stated[0] if stated else _FIRST
-    _check(form, (_FIRST, _SECOND), f"{at}.checkpoint_format")
-    _check(bool(fields.is_marlin_format), (False,), f"{at}.is_marlin_format")
-    _check(fields.bits, BITS, f"{at}.bits")
+    _check(form, (_FIRST, _SECOND), f"{at}checkpoint_format")
+    _check(bool(fields.is_marlin_format), (False,), f"{at}is_marlin_format")
+    _check(fields.bits, BITS, f"{at}bits")
     _check_common(fields.pack_dtype, fields.group_size, at)
     shift = 1 if form == _FIRST else 0
     varied = bool(fields.dynamic)
@@ -233,24 +246,24 @@ def _gptq(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMethod:
 
 
 def _awq(section: Mapping[str, Any], path: tuple[str, ...]) -> PackedMethod:
-    at = ".".join(path)
+    at = "".join(f"{key}." for key in path)
     fields = _fields(section, _Awq, at, AWQ)
-    bits = _join_stated((fields.bits, fields.w_bit), 4, f"{at}.bits")
-    group = _join_stated((fields.group_size, fields.q_group_size), 128, f"{at}.group_size")
+    bits = _join_stated((fields.bits, fields.w_bit), 4, f"{at}bits")
+    group = _join_stated((fields.group_size, fields.q_group_size), 128, f"{at}group_size")
     version = fields.version or fields.format or "gemm"
     if fields.backend == "llm-awq":
         version = fields.backend
-    _check(version.lower(), ("gemm",), f"{at}.version")
-    _check(bits, (4,), f"{at}.bits")
-    _check(fields.zero_point, (True,), f"{at}.zero_point")
+    _check(version.lower(), ("gemm",), f"{at}version")
+    _check(bits, (4,), f"{at}bits")
+    _check(fields.zero_point, (True,), f"{at}zero_point")
     _check_common(fields.pack_dtype, group, at)
     return PackedMethod(AWQ, bits, group, path)
 
 
 def _check_common(dtype: str, group: int, at: str) -> None:
-    _check(dtype, ("int32",), f"{at}.pack_dtype")
+    _check(dtype, ("int32",), f"{at}pack_dtype")
     if group != -1 and group < 1:
-        raise refuse("CORRUPT", f"{at}.group_size is {group}; expected -1 or a positive number")
+        raise refuse("CORRUPT", f"{at}group_size is {group}; expected -1 or a positive number")
 
 
 def _join_stated(values: tuple[int | None, int | None], default: int, at: str) -> int:
@@ -265,11 +278,11 @@ def _fields(section: Mapping[str, Any], kind: type[_T], at: str, method: str) ->
     unknown = [key for key, value in section.items() if key not in accepted and value not in (None, False, {}, [])]
     if unknown:
         message = "is not known here, and may change what the weights stand for"
-        raise gathered(Refusal("UNSUPPORTED", f"{at}.{key} {message}", Where(None), UNKNOWN_KEY) for key in unknown)
+        raise gathered(Refusal("UNSUPPORTED", f"{at}{key} {message}", Where(None), UNKNOWN_KEY) for key in unknown)
     try:
         return msgspec.convert({key: value for key, value in section.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
-        raise refuse("CORRUPT", f"{at}: {error}") from None
+        raise refuse("CORRUPT", f"{at[:-1]}: {error}" if at else str(error)) from None
 
 
 def _check(value: object, accepted: tuple[object, ...], at: str) -> None:

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from transaxle.encodings.conventions.linear_regex import PatternError
-from transaxle.encodings.conventions.packed_methods import PACKED_PARSERS, PackedMethod, parse_packed
+from transaxle.encodings.conventions.packed_methods import (
+    PACKED_FILES,
+    PACKED_PARSERS,
+    STATED,
+    PackedMethod,
+    parse_packed,
+)
 from transaxle.encodings.conventions.scheme import (
     CACHE,
     COMPRESSED,
@@ -179,22 +186,50 @@ def read(
         raise gathered(Refusal(r.code, r.message, Where(file), r.hint) for r in error.refusals) from None
 
 
-def read_packed(config: Mapping[str, Any]) -> PackedMethod | None:
+def read_packed(
+    config: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> PackedMethod | None:
     """Read how a checkpoint of GPTQ or AWQ stores its weights; None if it is quantized in another way, or not at all.
 
+    Args:
+        config: contents of config.json.
+        files: name in `PACKED_FILES` -> contents of the file. They must agree with a section of the config, and replace
+            it if there is none.
+
     Raises:
-        Refused: with the code CORRUPT if the section is malformed, with the code UNSUPPORTED if it describes codes that
-            are not read.
+        Refused: with the code CORRUPT if a section or file is malformed, or if two of them contradict each other; with
+            the code UNSUPPORTED if it describes codes that are not read.
     """
-    for path, section in _sections(config):
-        try:
-            method = parse_packed(section, path) if isinstance(section, Mapping) else None
-        except TransaxleError as error:
-            refusals = (Refusal(r.code, r.message, Where(CONFIG), r.hint) for r in error.refusals)
-            raise gathered(refusals) from None
-        if method is not None:
-            return method
-    return None
+    sections = _sections(config)
+    methods: dict[str, PackedMethod] = {}
+    for path, section in sections:
+        if CONFIG not in methods and (method := _parse_packed(section, path, CONFIG)) is not None:
+            methods[CONFIG] = method
+    if sections and not methods:
+        return None
+    for file, fields in files.items():
+        section = {METHOD: PACKED_FILES[file], **fields}
+        method = _parse_packed(section, (), file)
+        if method is None:
+            message = f"{METHOD} is {section[METHOD]!r}; known in this file: {', '.join(PACKED_FILES.values())}"
+            raise refuse("UNSUPPORTED", message, file=file, hint=_OTHER_SECTION)
+        methods[file] = msgspec.structs.replace(method, path=(SECTION,))
+    for file, method in methods.items():
+        first, first_method = next(iter(methods.items()))
+        if differing := [key for name, key in STATED.items() if getattr(method, name) != getattr(first_method, name)]:
+            message = f"{' and '.join(differing)} differ from what {first} says, so the codes have two meanings"
+            raise refuse("CORRUPT", message, file=file, hint=_OTHER_SECTION)
+    return next(iter(methods.values()), None)
+
+
+_OTHER_SECTION = f"Remove the file that is wrong, or give a config with the right {SECTION}:  --config FILE."
+
+
+def _parse_packed(section: Any, path: tuple[str, ...], file: str) -> PackedMethod | None:
+    try:
+        return parse_packed(section, path) if isinstance(section, Mapping) else None
+    except TransaxleError as error:
+        raise gathered(Refusal(r.code, r.message, Where(file), r.hint) for r in error.refusals) from None
 
 
 def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:

@@ -26,7 +26,14 @@ from transaxle.axes.layout.bind import (
 )
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
-from transaxle.encodings.conventions.packed_methods import OF_BITSANDBYTES, PACKED_METHODS, QUANT_STATE, ROW_SCALES
+from transaxle.encodings.conventions.packed_methods import (
+    OF_BITSANDBYTES,
+    PACKED_CODES,
+    PACKED_FILES,
+    PACKED_METHODS,
+    QUANT_STATE,
+    ROW_SCALES,
+)
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, read_packed
 from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
@@ -587,13 +594,21 @@ def _check_axes(family: Family, axes: Mapping[str, int]) -> None:
             raise refuse("UNKNOWN_AXIS", message, hint=f"Axes: {', '.join(sorted(family.axes))}.")
 
 
-def show_foreign(container: Container, config: Mapping[str, Any]) -> ForeignForm:
+def show_foreign(container: Container, config: Mapping[str, Any], *, is_given: bool = False) -> ForeignForm:
     """Return a checkpoint of GPTQ, AWQ or bitsandbytes in a form in which its tensors can be read; any other as it is.
+
+    Args:
+        container: the stored tensors.
+        config: the model's config.
+        is_given: whether the user gave the config, whose section is then right whatever other files say.
 
     Raises:
         TransaxleError: one error with the refusals of all tensors that do not fit together.
     """
-    method = read_packed(config)
+    names = () if is_given and read_packed(config) else PACKED_FILES.keys() & {*container.carried}
+    has_codes = any(name.rpartition(".")[2] == PACKED_CODES for name in container.entries) if names else False
+    files = {name: read_stored_config(container.storage, name) for name in sorted(names) if has_codes}
+    method = read_packed(config, files)
     if method is not None:
         _refuse_conv1d(config, PACKED_METHODS[method.name])
         # imported inside the function, because few checkpoints need these modules
@@ -647,7 +662,7 @@ class StoredNames:
         has_modelopt = MODELOPT_CONFIG in self._container.carried
         modelopt = read_stored_config(self._container.storage, MODELOPT_CONFIG) if has_modelopt else None
         try:
-            shown = show_foreign(self._container, self.config)
+            shown = show_foreign(self._container, self.config, is_given=self._settings.config is not None)
         except TransaxleError as error:
             refusals = refuse_section(error, self._container)
             return Catalog(self._container, self._container.entries, {}, None, refusals)

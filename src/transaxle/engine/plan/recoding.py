@@ -40,6 +40,7 @@ from transaxle.encodings.conventions.convention import (
     refusal_for_hub,
     training_only,
 )
+from transaxle.encodings.conventions.packed_methods import PACKED_FILES
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
 from transaxle.encodings.conventions.restating import describe_inputs
 from transaxle.encodings.conventions.rewriting import rewrite_config
@@ -452,7 +453,7 @@ def rewrite_configs(
     describing_file = (
         MODELOPT_CONFIG if catalog.quantization is not None and catalog.quantization.file == MODELOPT_CONFIG else CONFIG
     )
-    new_texts: dict[str, bytes | None] = {}
+    new_texts = _stale_files(checkpoint)
     conventions = {tensor.convention for tensor in encoded.values()}
     config_files = {*checkpoint.container.carried, *([CONFIG] if user_config else ())}
     for file in sorted(config_files.intersection((CONFIG, MODELOPT_CONFIG))):
@@ -481,6 +482,13 @@ def rewrite_configs(
         elif after != before or before is user_config or file in recoding.configs:
             new_texts[file] = _config_text(after)
     return new_texts
+
+
+def _stale_files(checkpoint: Checkpoint) -> dict[str, bytes | None]:
+    """Return the files to omit that describe codes of GPTQ or AWQ, if the target no longer has such codes."""
+    source = (checkpoint.undecoded or checkpoint).catalog
+    is_stale = source.program and not checkpoint.catalog.program
+    return dict.fromkeys(PACKED_FILES.keys() & {*checkpoint.container.carried}) if is_stale else {}
 
 
 def _config_before(checkpoint: Checkpoint, file: str, user_config: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -39,6 +39,7 @@ from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.conventions.packed_methods import (
     AWQ,
     BITS,
+    PACKED_CODES,
     PACKED_METHODS,
     Kind,
     PackedMethod,
@@ -53,7 +54,7 @@ from transaxle.formats.storage.copier import Bytes, scatter
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, VirtualFiles
 from transaxle.move.transfer import Scratch, produce
 
-CODES, ZEROS, SCALES, ORDER = "qweight", "qzeros", "scales", "g_idx"
+CODES, ZEROS, SCALES, ORDER = PACKED_CODES, "qzeros", "scales", "g_idx"
 """Last name segments of the four tensors of a module in GPTQ and AWQ."""
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 """Last name segments of the four tensors of a module in compressed-tensors."""

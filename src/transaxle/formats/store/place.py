@@ -153,7 +153,7 @@ _BESIDE = frozenset({
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "chat_template.jinja",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json",
-    "quantization_config.json",
+    "quantization_config.json", "quantize_config.json", "quant_config.json",
 })  # fmt: skip
 """Names of files that frameworks write next to the tensor files."""
 _LONGEST_TAG = 4096
