@@ -273,6 +273,26 @@ def test_a_scale_per_row_has_no_place_in_deepseek_s_form(tmp_path: Path) -> None
     assert "Conventions with float8: compressed_tensors, modelopt, torchao." in str(error.value)
 
 
+def test_layers_without_scales_of_inputs_are_not_described_as_if_they_had_them(tmp_path: Path) -> None:
+    """vLLM takes a missing scale for any number: ModelOpt's config says which layers have one, and one group of
+    compressed-tensors cannot.
+    """
+    other = Q.replace("q_proj", "o_proj")
+    tensors = nvfp4(300.0) | {name.replace(Q, other): tensor for name, tensor in nvfp4(300.0, seed=1).items()}
+    tensors[f"{Q}.input_global_scale"] = torch.tensor([20.0])
+    config = {**CONFIG, "quantization_config": section(HALF, "nvfp4-pack-quantized")}
+    restate(save(tmp_path / "a", tensors, config), tmp_path / "b", "modelopt")
+    written = config_section(tmp_path / "b")
+    assert written["quant_algo"] == "MIXED_PRECISION"
+    algorithms = {module: layer["quant_algo"] for module, layer in written["quantized_layers"].items()}
+    assert algorithms == {Q: "NVFP4", other: "W4A16_NVFP4"}
+    (refusal,) = tx.plan(
+        tmp_path / "b", tmp_path / "c", to="safetensors:identity", restate="compressed_tensors"
+    ).refusals
+    assert (refusal.code, refusal.where.tensor) == ("UNSUPPORTED", f"{other}.weight")
+    assert f"its inputs are not quantized, but those of {Q}.weight are" in refusal.message
+
+
 def test_fp8_of_modelopt_needs_scales_of_inputs(tmp_path: Path) -> None:
     """vLLM's `ModelOptFp8LinearMethod` quantizes inputs with a stored scale only; a missing one stays the least float32
     number.

@@ -371,9 +371,13 @@ def _with_inputs(
     if section.get(METHOD) != COMPRESSED or (source is not None and source.method == COMPRESSED):
         return dict(section)
     by_code: dict[str, EncodedTensor] = {}
+    weights_only: dict[str, EncodedTensor] = {}
     for tensor in encoded.values():
-        if quantizes_inputs(source, tensor):
-            by_code.setdefault(_kind(tensor.encoding), tensor)
+        (by_code if quantizes_inputs(source, tensor) else weights_only).setdefault(_kind(tensor.encoding), tensor)
+    for kind in by_code.keys() & weights_only.keys():
+        message = f"its inputs are not quantized, but those of {by_code[kind].name} are, in the same encoding"
+        hint = "To leave the tensors in their convention, omit --restate. For decoded values:  --decode bf16."
+        raise refuse("UNSUPPORTED", message, tensor=weights_only[kind].name, hint=hint)
     groups = {}
     for key, group in section[GROUPS].items():
         weights = group.get("weights") or {}

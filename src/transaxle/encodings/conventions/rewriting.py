@@ -363,10 +363,11 @@ class _SectionWriter:
         self._relist(section, "exclude_modules" if "exclude_modules" in section else "ignore", _WILDCARD)
         if self.source is not None:
             yield section
-        has_inputs = any(Role.INPUT_SCALE in tensor.parts for tensor in self.encoded.values())
-        unused = WEIGHT_ONLY_NVFP4 if has_inputs else ALGORITHM_NVFP4
-        algorithms = {encoding: name for name, encoding in ALGORITHMS.items() if name != unused}
+        with_inputs = {module_of(name) for name, tensor in self.encoded.items() if Role.INPUT_SCALE in tensor.parts}
+        algorithms = {encoding: name for name, encoding in ALGORITHMS.items() if encoding != NVFP4}
         kinds = {algorithms[kind]: modules for kind, modules in self._kinds().items() if kind in algorithms}
+        for module in self._kinds().get(NVFP4, ()):
+            kinds.setdefault(ALGORITHM_NVFP4 if module in with_inputs else WEIGHT_ONLY_NVFP4, []).append(module)
         if len(kinds) == 1:
             size = {"group_size": NVFP4.tile[-1]} if ALGORITHMS[min(kinds)] == NVFP4 else {}
             yield section | {"quant_algo": min(kinds)} | size
