@@ -27,6 +27,7 @@ SHAPES = {
     "int-quantized, channels": Integers(8, "channel", None, format="int-quantized"),
     "int-quantized, zero points": Integers(8, "channel", None, symmetric=False, format="int-quantized"),
     "int-quantized, tensors": Integers(8, "tensor", None, format="int-quantized"),
+    "int-quantized, tensors with zero points": Integers(8, "tensor", None, symmetric=False, format="int-quantized"),
     "int-quantized, four bits": Integers(4, "channel", None, format="int-quantized"),
 }
 each_shape = pytest.mark.parametrize("integers", SHAPES.values(), ids=SHAPES)
@@ -109,6 +110,24 @@ def test_codes_move_raw_through_dialects_and_back(integers: Integers, kind: str,
         assert found.keys() == stored.keys()
         assert [name for name in stored if not same(found[name], stored[name])] == []
     assert len(truth) < len(stored)
+
+
+@pytest.mark.peers
+def test_zero_points_may_be_stored_before_their_codes(tmp_path: Path) -> None:
+    """Files list tensors in any order; a zero point has the dtype of codes of one byte."""
+    source = tmp_path / "source"
+    truth = store(source, *weights("dense"), SHAPES["int-quantized, zero points"])
+    stored = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    zero_points = {name for name in stored if name.endswith("_zero_point")}
+    shards = {"model-1.safetensors": zero_points, "model-2.safetensors": stored.keys() - zero_points}
+    for file, names in shards.items():
+        save_file({name: stored[name] for name in names}, source / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, names in shards.items() for name in names}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    tx.convert(source, tmp_path / "out", to="hf", decode="bf16", sync=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert [name for name in truth if not same(found[name], truth[name])] == []
 
 
 @pytest.mark.peers

@@ -32,6 +32,7 @@ from transaxle.encodings.conventions.convention import (
     WEIGHT,
     WORDS,
     Convention,
+    NameForm,
     te_descriptions,
     training_only,
 )
@@ -266,13 +267,17 @@ class _Finder:
                 return
             forms = convention.words if entry.dtype == _WORD else convention.eight
             inner = forms[Role.CODES].back(segment) if Role.ZERO in forms else None
-            if inner is None:
+            if inner is None or self._has_codes(forms, f"{head}{dot}", forms[Role.ZERO].back(segment)):
                 continue
             encodings = self.quantization.encodings(module_of(f"{head}{dot}{inner}"))
             candidates = [e for e in encodings if e.is_integer and (e.code in WORDS) == (entry.dtype == _WORD)]
             if candidates:
                 self.take(convention, f"{head}{dot}{inner}", candidates)
                 return
+
+    def _has_codes(self, forms: Mapping[Role, NameForm], head: str, inner: str | None) -> bool:
+        """Return whether codes are stored for the tensor with this last segment."""
+        return inner is not None and head + forms[Role.CODES](inner) in self.entries
 
     def _take_pairs(self, convention: Convention, name: str, entry: StoredBuffer) -> bool:
         """Add a tensor of pairs of 4-bit codes that are stored as integers, if its scales exist; return whether they
@@ -509,14 +514,15 @@ def _exact(
     """Return the encoding with the exact dtypes and tile for these codes and scales, and the tensor's shape in
     elements.
     """
-    if codes not in _code_dtypes(convention, encoding):
-        message = f"codes of {encoding.name} must be {encoding.code}; found {codes} {list(packed)}"
+    dtypes = _code_dtypes(convention, encoding)
+    if codes not in dtypes:
+        listed = encoding.code if encoding.code in dtypes else " or ".join(dtypes)
+        message = f"codes of {encoding.name} must be {listed}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
     shape = convention.elements(encoding, codes, packed)
     if shape is None:
-        message = (
-            f"packed codes must be [..., K/{convention.block}, {convention.block // 2}]; found {codes} {list(packed)}"
-        )
+        dims = f"[..., K/{convention.block}, {convention.block // 2}]" if convention.block else "of one dim or more"
+        message = f"packed codes must be {dims}; found {codes} {list(packed)}"
         return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
     if encoding.code_bits < 8 and (not shape or shape[-1] % 2):
         message = f"codes of {encoding.name} must lie in pairs along the last dim; found {codes} {list(packed)}"
@@ -566,7 +572,7 @@ def _check_integers(
     if entry.dtype not in dtypes:
         message = f"the {role} must be {' or '.join(dtypes)}; found {_dtype_and_shape(entry)}"
         raise _MisfitError("DTYPE_MISMATCH", name, message)
-    if entry.shape != expected:
+    if entry.shape != expected and not (encoding.tile == (WHOLE, WHOLE) and prod(entry.shape) == 1):
         message = f"the {role} of {list(shape)} elements must be {list(expected)}; found {_dtype_and_shape(entry)}"
         raise _MisfitError("SHAPE_MISMATCH", name, message)
 

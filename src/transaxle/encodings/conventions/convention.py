@@ -45,6 +45,8 @@ ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for"
 _BYTES = "U8"
 _E8M0 = "F8_E8M0"
 _REAL = "F32"
+_MATRIX = 2
+"""Number of dims of a matrix."""
 _PAIR = 2
 """Number of 4-bit codes in one byte."""
 _WORD = "I32"
@@ -214,12 +216,13 @@ class Convention(msgspec.Struct, frozen=True, eq=False):
         if role is Role.SHAPE:
             return stored or "I64", (len(shape),)
         if role is Role.ZERO:
-            return _WORD if encoding.code in WORDS else encoding.code, encoding.zero_grid(shape)
+            grid = self.one if encoding.tile == (WHOLE, WHOLE) and len(shape) == _MATRIX else encoding.zero_grid(shape)
+            return _WORD if encoding.code in WORDS else encoding.code, grid
         if role is not Role.SCALE:
             return stored or _REAL, shape[:-2] or self.one
         grid = encoding.grid(shape)
         usual_code = _BYTES if encoding.scale == _E8M0 and self.exponents_as_bytes else encoding.scale
-        if len(grid) == 2 and encoding.tile[-1] == WHOLE:
+        if len(grid) == _MATRIX and encoding.tile[-1] == WHOLE:
             if encoding.tile == (WHOLE, WHOLE):
                 grid = self.one
             elif self.flat_rows:

@@ -266,7 +266,7 @@ class Decoder:
         """
         count, first = 0, None
         self._check_shape()
-        if self._has_short_scales():
+        if not prod(self.tensor.shape) or self._has_short_scales():
             return count, first
         for box in self._boxes(0, prod(self.tensor.shape)):
             unequal = self._error_of(*box).unequal
