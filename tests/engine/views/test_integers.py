@@ -224,6 +224,7 @@ WRONG = {
     "weight_zero_point": ("SHAPE_MISMATCH", "the zero_point of"),
     "weight_scale missing": ("MISSING_TENSOR", "int4 needs its scale"),
     "weight_zero_point missing": ("MISSING_TENSOR", "int4 needs its zero_point"),
+    "weight_packed dtype": ("DTYPE_MISMATCH", "codes of int4 must be I32; found U8"),
     "weight_zero_point dtype": ("DTYPE_MISMATCH", "the zero_point must be I32"),
     "weight_shape dtype": ("DTYPE_MISMATCH", "the shape must be I64 or I32"),
     "weight_g_idx": ("UNSUPPORTED", "more than code times scale"),
@@ -242,7 +243,7 @@ def test_buffers_that_do_not_fit_are_refused(wrong: str, said: dict[str, Any], t
     if change == "missing":
         del held[name]
     elif change == "dtype":
-        held[name] = held[name].to(torch.int16)
+        held[name] = held[name].view(torch.uint8) if suffix == "weight_packed" else held[name].to(torch.int16)
     elif suffix == "weight_shape":
         held[name] = held[name] - torch.tensor([0, 4])
     else:
@@ -254,6 +255,23 @@ def test_buffers_that_do_not_fit_are_refused(wrong: str, said: dict[str, Any], t
     assert code in {refusal.code for refusal in caught.value.refusals} or (wrong == "weight_shape" and "to" in said)
     assert any("layers.1.mlp.up_proj" in str(refusal) for refusal in caught.value.refusals)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (8, 0)])
+def test_tensors_without_elements_are_restated(shape: tuple[int, int], tmp_path: Path) -> None:
+    rows, columns = shape
+    buffers = {"packed": (torch.int32, (rows, columns // 8)), "scale": (torch.bfloat16, (rows, columns // 32))}
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    held = {f"a.weight_{suffix}": torch.zeros(size, dtype=dtype) for suffix, (dtype, size) in buffers.items()}
+    save_file(held, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"quantization_config": Integers().section}))
+    for said in ({"restate": "bf16"}, {"decode": "bf16"}):
+        tx.convert(source, out, to="safetensors", overwrite=True, sync=False, **said)  # type: ignore[arg-type]
+        found = load_file(out / "model.safetensors")
+        assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
+            "a.weight": (torch.bfloat16, shape)
+        }
 
 
 @pytest.mark.peers

@@ -514,9 +514,9 @@ def _exact(
     """Return the encoding with the exact dtypes and tile for these codes and scales, and the tensor's shape in
     elements.
     """
-    dtypes = _code_dtypes(convention, encoding)
-    if codes not in dtypes:
-        listed = encoding.code if encoding.code in dtypes else " or ".join(dtypes)
+    code_dtypes = _code_dtypes(convention, encoding)
+    if codes not in code_dtypes:
+        listed = encoding.code if encoding.code in code_dtypes else " or ".join(code_dtypes)
         message = f"codes of {encoding.name} must be {listed}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
     shape = convention.elements(encoding, codes, packed)
