@@ -28,6 +28,7 @@ SHAPES = {
     "int-quantized, zero points": Integers(8, "channel", None, symmetric=False, format="int-quantized"),
     "int-quantized, tensors": Integers(8, "tensor", None, format="int-quantized"),
     "int-quantized, tensors with zero points": Integers(8, "tensor", None, symmetric=False, format="int-quantized"),
+    "naive-quantized, tensors": Integers(8, "tensor", None, format="naive-quantized"),
     "int-quantized, four bits": Integers(4, "channel", None, format="int-quantized"),
 }
 each_shape = pytest.mark.parametrize("integers", SHAPES.values(), ids=SHAPES)

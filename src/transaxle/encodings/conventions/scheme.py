@@ -307,21 +307,23 @@ class _Compressed(msgspec.Struct):
 
 _TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS, _TENSOR_GROUP = "tensor", "channel", "block", "group", "tensor_group"
 _DENSE = ("dense", "fakequant")
-PACK_QUANTIZED, INT_QUANTIZED = "pack-quantized", "int-quantized"
-"""`format` of compressed-tensors for integers that are packed in words, and for integers of one byte each."""
+PACK_QUANTIZED, INT_QUANTIZED, _NAIVE = "pack-quantized", "int-quantized", "naive-quantized"
+"""`format` of compressed-tensors for integers that are packed in words, for integers of one byte each, and for codes of
+one byte of any type.
+"""
 WORD_CODES = "words"
 """Stands for the dtypes of codes that are packed in words: their number of bits determines the dtype."""
-_FORMATS = {
-    "float-quantized": "F8_E4M3",
-    "naive-quantized": "F8_E4M3",
-    "mxfp8-quantized": "F8_E4M3",
-    "nvfp4-pack-quantized": "F4",
-    "mxfp4-pack-quantized": "F4",
-    PACK_QUANTIZED: WORD_CODES,
-    INT_QUANTIZED: INT8.code,
-    "mixed-precision": None,
+_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "float-quantized": (FLOAT8.code,),
+    _NAIVE: (FLOAT8.code, INT8.code),
+    "mxfp8-quantized": (FLOAT8.code,),
+    "nvfp4-pack-quantized": ("F4",),
+    "mxfp4-pack-quantized": ("F4",),
+    PACK_QUANTIZED: (WORD_CODES,),
+    INT_QUANTIZED: (INT8.code,),
+    "mixed-precision": (),
 }
-"""`format` of compressed-tensors -> dtype of the codes; None means that each group states a format."""
+"""`format` of compressed-tensors -> dtypes of the codes; none if each group states a format."""
 
 
 def _float_weights(
@@ -371,9 +373,11 @@ def _parse_compressed(section: Mapping[str, Any], location: str) -> Scheme:
         if group.weights is None or layout in _DENSE:
             continue
         encoding = _encoding_of_weights(group.weights, f"{spot}.weights", layout)
-        code = _FORMATS[layout]
-        if code not in (None, WORD_CODES if encoding.code in WORDS else encoding.code):
-            message = f"{spot} stores codes of {encoding.code}, but its format {layout} has codes of {code}"
+        codes = _FORMATS[layout]
+        if codes and (WORD_CODES if encoding.code in WORDS else encoding.code) not in codes:
+            message = (
+                f"{spot} stores codes of {encoding.code}, but its format {layout} has codes of {' or '.join(codes)}"
+            )
             raise refuse("CORRUPT", message)
         by_name = [target for target in group.targets if not _is_class(target)]
         if by_name:
@@ -418,7 +422,7 @@ def _encoding_of_weights(weights: _CompressedWeights, location: str, layout: str
 
 
 def _integers(weights: _CompressedWeights, strategy: str, location: str, layout: str) -> Encoding:
-    """Return the encoding of integers; `int-quantized` stores one per byte, also those of four bits."""
+    """Return the encoding of integers; formats that do not pack them store one per byte, also those of four bits."""
     _check_known(strategy, (_TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS), f"{location}.strategy")
     tile: tuple[int, ...] = (WHOLE if strategy == _TENSOR else 1, WHOLE)
     if strategy == _BLOCK:
@@ -427,7 +431,7 @@ def _integers(weights: _CompressedWeights, strategy: str, location: str, layout:
         if not weights.group_size or weights.group_size < 0:
             raise refuse("CORRUPT", f"{location}.group_size is {weights.group_size!r}; expected a positive number")
         tile = (1, weights.group_size)
-    if layout == INT_QUANTIZED:
+    if layout in (INT_QUANTIZED, _NAIVE):
         return replace(INT8, tile=tile, zero_rows=int(not weights.symmetric))
     packed = INT4 if weights.num_bits == INT4.code_bits else replace(INT8, code=PACKED_BYTES)
     _check_known(strategy, (_CHANNEL, _IN_GROUPS), f"{location}.strategy of the format {PACK_QUANTIZED}")
