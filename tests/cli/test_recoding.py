@@ -84,7 +84,7 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--decode", "fp16"], "fp16"),
+        (["--decode", "fp64"], "fp64"),
         (["--encode", "mxfp4"], "mxfp4"),
         (["--decode", "bf16", "--only", "*.mpl.*"], "no encoded tensor has a name like"),
     ],

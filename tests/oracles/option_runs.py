@@ -220,19 +220,32 @@ def _encode(row: Row, source: Source, tensors: Tensors, where: Places) -> set[st
     if method != "encode":
         return set()
     only, skip = patterns(row, source)
+    key = TARGETS[row[names.TO]][1] or dialect(row[names.SOURCE])
+    experts = _has_uneven_experts(key, kind, tensors)
     linear = {
         name
         for name in tensors.keys() & where.keys()
         if _is_of(where[name], source, is_linear)
-        and not (
-            only is None and _is_misread(TARGETS[row[names.TO]][1] or dialect(row[names.SOURCE]), kind, tensors[name])
-        )
+        and not (only is None and (_is_misread(key, kind, tensors[name]) or (experts and _EXPERTS in name)))
         and results.chosen(name, only, skip)
         and tensors[name].dtype != torch.float8_e4m3fn
     }
     for name in linear:
         tensors |= results.encoded(kind, name, tensors.pop(name))
     return linear
+
+
+_EXPERTS = ".experts."
+
+
+def _has_uneven_experts(key: str, encoding: str, tensors: Tensors) -> bool:
+    """Whether transformers merges experts whose rows end with a smaller tile, so that experts stay plain."""
+    halves = ("gate_proj.weight", "up_proj.weight")
+    return (
+        key == HF
+        and encoding == "float8_block"
+        and any(_EXPERTS in n and n.endswith(halves) and t.ndim == 2 and t.shape[0] % TILE for n, t in tensors.items())
+    )
 
 
 def _is_misread(key: str, encoding: str, value: torch.Tensor) -> bool:

@@ -67,7 +67,7 @@ OF_RANK_FILES = {"ranks", "dp", "device"}
 """Options of files of FSDP ranks, which `tests/formats/ranks` runs through: they belong to one format alone."""
 
 
-OF_CONVENTIONS = {"restate"}
+OF_CONVENTIONS = {"restate", "group_size"}
 """What `tests/engine/views/test_restated.py` runs through: few sources are stored in several conventions."""
 
 

@@ -44,7 +44,6 @@ from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import VirtualFiles
-from transaxle.move.workers import run_workers
 
 if TYPE_CHECKING:
     from transaxle.axes.layout.tile import Tile
@@ -209,6 +208,8 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def symmetric(self) -> frozenset[str]:
         """Names of the tensors whose zero points are all the middle one; the zero points are read."""
+        from transaxle.move.workers import run_workers  # imported here, because few checkpoints need it
+
         names: list[str] = []
 
         def read(_: object, tensor: EncodedTensor) -> None:
