@@ -36,7 +36,7 @@ from transaxle.encodings.arithmetic.vectorised import Tiling, tiling
 from transaxle.encodings.encoding import Encoding, Error, Wide
 from transaxle.errors import refuse
 
-__all__ = ["Path", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
+__all__ = ["Path", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows", "scale_values"]
 
 Path = Literal["compiled", "numpy"]
 """Name of one of the two implementations, whose results are bitwise equal."""
@@ -331,16 +331,25 @@ def _scale(
             f"{encoding.name}: {list(tiles.shape)} elements from {list(tiles.phase)} on touch {list(tiles.grid)} "
             f"tiles of {list(tiles.tile)}, but there are {list(scale.shape)} scales",
         )
-    if encoding.scale == "F8_E8M0":
-        plain = power_of_two(_bits(scale))
-    elif encoding.scale == E4M3.code:
-        plain = E4M3.values[_bits(scale)]
-    else:
-        wide_code(scale.dtype)
-        plain = widen(scale)
+    plain = scale_values(encoding, scale)
     with np.errstate(all="ignore"):
         double = plain.astype(np.float64) * float(factor)
         return (plain if factor == 1 else double.astype(np.float32)), double
+
+
+def scale_values(encoding: Encoding, scale: NDArray[Any]) -> NDArray[np.float32]:
+    """Return stored scales, in their stored dtype or 8-bit scales as u8, as float32 numbers.
+
+    Raises:
+        Refused: with the code DTYPE_MISMATCH if no encoding has scales of this dtype.
+    """
+    if encoding.scale == "F8_E8M0":
+        return power_of_two(_bits(scale))
+    if encoding.scale == E4M3.code:
+        values: NDArray[np.float32] = E4M3.values[_bits(scale)]
+        return values
+    wide_code(scale.dtype)
+    return widen(scale)
 
 
 def _bits(scale: NDArray[Any]) -> Bytes:

@@ -56,6 +56,13 @@ KINDS: Mapping[str, Minifloat | CodeTable] = MappingProxyType(
 )
 """`code` of an encoding -> type of the codes. The kernel numbers the types in this order."""
 
+
+def split_halves(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return packed 4-bit codes `[…, n]` one per byte, `[…, 2 n]`."""
+    halves: NDArray[np.uint8] = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    return halves
+
+
 _STEPS = 7.5
 """Divisor of a symmetric 4-bit scale in compressed-tensors: half of the distance from -8 to 7."""
 _KEPT = (7.0, 8.0)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from transaxle.encodings.arithmetic.codes import CodeTable, int4_codes, int4_scales
+from transaxle.encodings.arithmetic.codes import CodeTable, int4_codes, int4_scales, split_halves
 from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat, narrow, widen, without_sign
 from transaxle.encodings.encoding import WHOLE, Encoding, Error
 from transaxle.errors import refuse
@@ -187,7 +187,7 @@ def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
 
 def _unpack(codes: NDArray[np.uint8], kind: Minifloat | CodeTable) -> NDArray[np.uint8]:
     """Return the codes one per byte; bytes that contain two 4-bit codes are split."""
-    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1) if kind.bits == 4 else codes
+    return split_halves(codes) if kind.bits == 4 else codes
 
 
 def _factors(

@@ -100,9 +100,9 @@ _WIDENED = INTEGER_CODES[PACKED_BYTES] - INTEGER_CODES[INT4.code]
 
 def widen_integers(halves: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the bytes in which the integers of packed 4-bit codes are stored, for codes `u8[…, n]`: `u8[…, 2 n]`."""
-    codes = np.stack([halves & 15, halves >> 4], -1).reshape(*halves.shape[:-1], -1)
-    wide: NDArray[np.uint8] = codes + np.uint8(_WIDENED)
-    return wide
+    from transaxle.encodings.arithmetic.codes import split_halves
+
+    return split_halves(halves) + np.uint8(_WIDENED)
 
 
 def widen_zero_points(words: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:

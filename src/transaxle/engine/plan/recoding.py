@@ -344,6 +344,8 @@ def encodings_by_name(view: View, outputs: Iterable[OutputTensor]) -> dict[str, 
 def _refuse_inexact(container: Container) -> list[Refusal]:
     """Return refusals of restated tensors whose values would change; their scales are read, and if necessary codes."""
     checks = container.recoding.checks
+    if not checks:
+        return []
     refusals: dict[int, Refusal] = {}
 
     def check(number: int, *, whole: bool) -> None:

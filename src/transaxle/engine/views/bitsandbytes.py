@@ -25,7 +25,6 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.arithmetic.codes import KINDS
 from transaxle.encodings.conventions.convention import WEIGHT
 from transaxle.encodings.conventions.packed_methods import (
@@ -39,12 +38,12 @@ from transaxle.encodings.conventions.quantization import read
 from transaxle.encodings.conventions.scheme import METHOD, SECTION
 from transaxle.encodings.encoding import INT8
 from transaxle.engine.source import Source
+from transaxle.engine.views.decoded import buffer_bytes
 from transaxle.engine.views.packed_integers import BandCache, RowFile
 from transaxle.errors import Code, Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
 from transaxle.formats.storage.storage import VirtualFile, VirtualFiles, parse_json
-from transaxle.move.transfer import Scratch, clip, produce
 
 ABSMAX = "_absmax"
 """Suffix that is shown after a weight's name for its scales."""
@@ -54,7 +53,6 @@ _ABSMAX, _MAP, _NESTED_ABSMAX, _NESTED_MAP = "absmax", "quant_map", "nested_absm
 _EIGHT = INT8.name
 _LARGEST_STATE = 1 << 16
 _CACHED = 8
-_SCRATCH = 1 << 20
 _FILE = "\0bitsandbytes "
 _ONE_OF_127 = np.float32(7.874015718698502e-3)
 """The factor of `int8_vectorwise_dequant`, 1/127 in float32."""
@@ -147,11 +145,7 @@ class _Weight(msgspec.Struct, frozen=True, dict=True):
 
     def _range(self, entry: Entry, start: int, stop: int) -> Bytes:
         """Return some bytes of a stored buffer, in row-major order."""
-        out: Bytes = np.empty(stop - start, np.uint8)
-        transfers = self.source.transfers(identity_target(entry.name, entry))
-        parts = [part for transfer in transfers for part in clip(transfer, start, stop)]
-        produce(self.source.container.storage, parts, start, out, Scratch(_SCRATCH))
-        return out
+        return buffer_bytes(self.source, self.source.container.storage, entry.name).read(start, stop)
 
 
 class _RowScales(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ from transaxle.encodings.encoding import EncodedTensor, Error, Role, Wide
 from transaxle.encodings.value_steps import RecodedTensor
 from transaxle.engine.source import Source
 from transaxle.engine.views.encoded import Catalog, buffer_name
+from transaxle.engine.views.stated_shapes import SHAPE_HINT
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Entry, Extent, nbytes, numpy_dtype
 from transaxle.formats.storage.copier import Bytes
@@ -133,6 +134,11 @@ class RowMajorBytes:
             scratch,
         )
         return out
+
+
+def buffer_bytes(source: Source, reader: Readable, name: str) -> RowMajorBytes:
+    """Return the bytes of the buffer that has a name in `source`."""
+    return RowMajorBytes(reader, source.transfers(identity_target(name, source.entries[name])))
 
 
 class _ScaleCache:
@@ -248,13 +254,9 @@ class Decoder:
 
         A finite product that overflows is counted as an infinite error.
         """
-        from transaxle.encodings.arithmetic.codec import decode_error
-
         total = Error()
-        for row, rows, column, columns in self._boxes(0, prod(self.tensor.shape)):
-            codes, scale, phase = self._read_box(row, rows, column, columns)
-            factor, zero = self._factors[row // self._rows], self._zeros_of(row, rows, column, columns)
-            total += decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype, zero=zero)
+        for box in self._boxes(0, prod(self.tensor.shape)):
+            total += self._error_of(*box)
         return total, 0
 
     def inexact_values(self, *, whole: bool) -> tuple[int, tuple[int, ...] | None]:
@@ -303,7 +305,7 @@ class Decoder:
         """Return whether all scales have so few significant bits, and are so far from the ends of the range, that every
         product with a code is exact. Only scales are read.
         """
-        from transaxle.encodings.arithmetic.minifloat import E4M3, power_of_two, widen
+        from transaxle.encodings.arithmetic.codec import scale_values
 
         of_codes = {"F8_E4M3": 4, "F8_E5M2": 3, "F4": 2, "I4": 4}
         digits = {"BF16": 8, "F16": 0, "F32": 24}[self.dtype] - of_codes.get(self._encoding.code, 24)
@@ -313,12 +315,7 @@ class Decoder:
         for matrix, grid in enumerate(self._grids):
             for first in range(grid * self._grid_rows, (grid + 1) * self._grid_rows, _ROWS_AT_ONCE):
                 stored = self._scales(first, min(first + _ROWS_AT_ONCE, (grid + 1) * self._grid_rows))
-                if self._encoding.scale == "F8_E8M0":
-                    plain = power_of_two(stored.view(np.uint8))
-                elif self._encoding.scale == E4M3.code:
-                    plain = E4M3.values[stored.view(np.uint8)]
-                else:
-                    plain = widen(stored)
+                plain = scale_values(self._encoding, stored)
                 with np.errstate(all="ignore"):
                     exact = plain.astype(np.float64) * self._factors[matrix]
                     single = exact.astype(np.float32)
@@ -393,7 +390,7 @@ class Decoder:
         per_number = self.tensor.encoding.zero_rows
         if not per_number:
             return None
-        from transaxle.encodings.arithmetic.codes import KINDS
+        from transaxle.encodings.arithmetic.codes import KINDS, split_halves
 
         kind = KINDS[self.tensor.encoding.code]
         number, inside = divmod(row, self._rows)
@@ -406,7 +403,7 @@ class Decoder:
         )
         width = self._grid_columns * item
         stored = self._zero.read(begin * width, end * width).reshape(end - begin, self._grid_columns, item)
-        codes = stored if kind.bits == 8 else np.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:2], -1)
+        codes = stored if kind.bits == 8 else split_halves(stored)
         by_row = codes.transpose(0, 2, 1).reshape(-1, self._grid_columns)
         skipped = first % per_number
         return kind.values[by_row[skipped : skipped + last - first, grid_columns]]
@@ -420,8 +417,7 @@ class Decoder:
         stated = self._source.read(name).view(numpy_dtype(entry.dtype)).tolist()
         if tuple(stated) != self.tensor.shape:
             message = f"it states the shape {stated}, but the codes have the shape {list(self.tensor.shape)}"
-            hint = "The file is damaged, or its rows are padded, which is not supported."
-            raise refuse("SHAPE_MISMATCH", message, tensor=self.tensor.parts[Role.SHAPE], hint=hint)
+            raise refuse("SHAPE_MISMATCH", message, tensor=self.tensor.parts[Role.SHAPE], hint=SHAPE_HINT)
         self._shape_agrees = True
 
     @cached_property
@@ -437,8 +433,7 @@ class Decoder:
         return self._buffer(Role.ZERO)
 
     def _buffer(self, role: Role) -> RowMajorBytes:
-        name = buffer_name(self.tensor.name, role)
-        return RowMajorBytes(self._reader, self._source.transfers(identity_target(name, self._source.entries[name])))
+        return buffer_bytes(self._source, self._reader, buffer_name(self.tensor.name, role))
 
     @cached_property
     def _scale_dtype(self) -> np.dtype[Any]:

@@ -39,7 +39,7 @@ from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_
 from transaxle.encodings.conventions.torchao_convention import SwizzledTensor, find_swizzled
 from transaxle.encodings.encoding import WHOLE, EncodedTensor, Encoding, Role
 from transaxle.engine.source import Source, redescribe
-from transaxle.engine.views.stated_shapes import shape_entry
+from transaxle.engine.views.stated_shapes import SHAPE_HINT, shape_entry
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
 from transaxle.formats.storage.copier import Bytes
@@ -154,8 +154,6 @@ _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
 """Hint in refusals of buffers that do not fit their tensor."""
 _RESTATE_HINT = "For the same codes with other names:  --restate compressed_tensors."
 """Hint in refusals of tensors that are shown as those of compressed-tensors."""
-_SHAPE_HINT = "The file is damaged, or its rows are padded, which is not supported."
-"""Hint in refusals of tensors whose stored shape is wrong."""
 _DECODE_HINT = "Choose a dialect that stores these tensors separately, or decode them:  --decode bf16."
 """Hint in refusals of tensors that would have to share one scale."""
 
@@ -554,7 +552,7 @@ class _BufferFollower:
             stored, name = source.parts[Role.SHAPE], buffer_name(source.name, Role.SHAPE)
             stated, entry = self._literal(source.shape, dtype), self.catalog.buffers[name]
             why = f"{stored} states another shape than the codes have, {list(source.shape)}"
-            checks.append(Check(identity_target(name, entry), stated, why, _SHAPE_HINT))
+            checks.append(Check(identity_target(name, entry), stated, why, SHAPE_HINT))
         return structs.replace(self._literal(target.shape, dtype), rule=target.rule), checks
 
     def _literal(self, shape: Shape, dtype: str) -> Target:

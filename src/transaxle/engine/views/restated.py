@@ -25,7 +25,6 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
-from transaxle.axes.layout.relayout import identity_target
 from transaxle.encodings.conventions.convention import (
     CONVENTIONS,
     DEEPSEEK,
@@ -73,7 +72,7 @@ from transaxle.encodings.encoding import (
     Role,
 )
 from transaxle.engine.source import Source, in_bytes, redescribe
-from transaxle.engine.views.decoded import Decoder, RowMajorBytes, with_decoded, without_notes
+from transaxle.engine.views.decoded import Decoder, RowMajorBytes, buffer_bytes, with_decoded, without_notes
 from transaxle.engine.views.encoded import Catalog, buffer_name, catalog, without_zero_points
 from transaxle.engine.views.stated_shapes import with_shape_files
 from transaxle.engine.wording import plural
@@ -129,7 +128,7 @@ def restate_tensors(tensors: Catalog, to: str, user_config: Config | None) -> tu
         return _Restating(tensors, to, user_config).run()
     container = with_decoded(tensors, tensors.encoded, "BF16")
     computed = container.recoding.computed.values()
-    checks = tuple(partial(_inexact_value, each) for each in computed if isinstance(each, Decoder))
+    checks = tuple(partial(_inexact_value, decoder) for decoder in computed if isinstance(decoder, Decoder))
     recoding = structs.replace(container.recoding, checks=(*container.recoding.checks, *checks))
     return structs.replace(container, recoding=recoding), user_config
 
@@ -190,9 +189,7 @@ class _Stored:
         return self.codes if role is Role.CODES else self.scales if role is Role.SCALE else self._bytes(role)
 
     def _bytes(self, role: Role) -> RowMajorBytes:
-        entry = self.entry(role)
-        target = identity_target(buffer_name(self.tensor.name, role), entry)
-        return RowMajorBytes(self._reader, self._source.transfers(target))
+        return buffer_bytes(self._source, self._reader, buffer_name(self.tensor.name, role))
 
     def numbers(self, role: Role) -> NDArray[np.float32]:
         """Return the numbers of a buffer with one number per matrix."""
@@ -519,8 +516,8 @@ class _Restating:
         user_config = None if self._user_config is None else self._rewrite(self._user_config, container)
         container = self._with_config(container)
         config = _read_config(container) if user_config is None else user_config
-        shown = catalog(container, config, None).encoded
-        if {name: tensor.parts for name, tensor in shown.items()} != {
+        reread = catalog(container, config, None).encoded
+        if {name: tensor.parts for name, tensor in reread.items()} != {
             name: tensor.parts for name, tensor in self._encoded.items()
         }:
             message = "without a config, the names of its tensors would not show how they are encoded"
@@ -656,18 +653,18 @@ class _Restating:
         container = self._container
         changed = [tensor for tensor in self._catalog.encoded.values() if tensor.parts[Role.CODES] in self._new]
         new_names = {
-            old: self._encoded[each.name].parts.get(role) for each in changed for role, old in each.parts.items()
+            old: self._encoded[tensor.name].parts.get(role) for tensor in changed for role, old in tensor.parts.items()
         }
         training = training_only([tensor.parts[Role.CODES] for tensor in changed], container.entries)
         entries: dict[str, Entry] = {}
         cached = cache_scale_names(container.entries, RESTATED_CONVENTIONS.get(self._to, ""))
         for name, entry in container.entries.items():
             plain = _rename_number(entry, cached[name], RESTATED_CONVENTIONS[self._to]) if name in cached else entry
-            for shown_entry in self._new.get(name, () if name in new_names or name in training else (plain,)):
-                if shown_entry.name in entries:
+            for new_entry in self._new.get(name, () if name in new_names or name in training else (plain,)):
+                if new_entry.name in entries:
                     message = "two tensors would have this name"
-                    raise refuse("NAME_COLLISION", message, tensor=shown_entry.name)
-                entries[shown_entry.name] = shown_entry
+                    raise refuse("NAME_COLLISION", message, tensor=new_entry.name)
+                entries[new_entry.name] = new_entry
         metadata = without_notes(container.metadata, {tensor.name for tensor in changed})
         metadata.pop(TE_NOTE, None)
         if any(tensor.convention == TORCHAO for tensor in self._encoded.values()):

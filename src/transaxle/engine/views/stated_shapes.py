@@ -14,6 +14,8 @@ from msgspec.structs import replace
 from transaxle.formats.catalog import Container, Entry, Extent, Shape, numpy_dtype
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles
 
+SHAPE_HINT = "The file is damaged, or its rows are padded, which is not supported."
+"""Hint in refusals of tensors whose stored shape is wrong."""
 _FILE = "\0shape "
 """Beginning of the names of the virtual files."""
 _SUFFIX = "_shape"
