@@ -33,8 +33,10 @@ from tests.cli.running import (
 from transaxle import __version__
 from transaxle.cli import NAME, main
 from transaxle.cli import screen as screen_module
-from transaxle.cli.command import COMMANDS, Command, program
+from transaxle.cli.command import COMMANDS, Command, dialects, program
 from transaxle.cli.screen import Screen
+from transaxle.engine.plan.conversion import parse_to
+from transaxle.formats.registry import writable
 
 BLOCKED = """
 import sys
@@ -124,6 +126,22 @@ def test_completion(typed: str, offered: set[str]) -> None:
     assert offered <= found
     assert all(name.startswith(words[-1]) for name in found)
     assert "complete" in process(environment={"_TRANSAXLE_COMPLETE": "bash_source"}).out
+
+
+def test_completion_offers_what_programs_load() -> None:
+    """Megatron's distributed folders and vLLM's sharded files have dialects of their own, in no other format."""
+    command_line = "transaxle convert a b --to "
+    outcome = process(environment={"_TRANSAXLE_COMPLETE": "bash_complete", "COMP_LINE": command_line})
+    offered = [line.partition(",")[2] for line in outcome.out.splitlines()]
+    targets = [parse_to(target) for target in offered]
+    assert len({*offered}) == len(offered)
+    assert {form for form, _ in targets} == {*writable()}
+    assert {label for _, label in targets} == {None, "identity", *dialects()}
+    own = {label: {form for form, of_form in targets if of_form == label} for label in dialects()}
+    assert own["vllm"] == {"vllm_sharded"}
+    assert own["megatron_dist"] == own["megatron_layers"] == {"torch_dist"}
+    assert own["torchtitan_hf"] == {"safetensors"}
+    assert own["te"].isdisjoint({"ranks", "deepspeed-universal", "torch_dist", "megatron_torch"})
 
 
 def test_the_demo_says_that_it_needs_torch(here: Path) -> None:

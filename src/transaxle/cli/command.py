@@ -336,11 +336,18 @@ def _readable() -> list[str]:
 
 
 def _targets() -> list[str]:
-    """Return the values that the shell offers as completions of `--to`: each DIALECT and each FORMAT:DIALECT."""
-    from transaxle.formats.registry import writable
+    """Return the values that the shell offers as completions of `--to`: each FORMAT, DIALECT and FORMAT:DIALECT that
+    programs load.
+    """
+    from transaxle.formats.registry import SAFETENSORS, get_format, writable
 
-    names = [*dialects(), "identity"]
-    return [*names, *(f"{form}:{name}" for form in writable() for name in names)]
+    labels, labels_by_format = dialects(), dict[str, list[str]]()
+    for kind in map(get_format, writable()):
+        names = kind.loaded_as or kind.dialects or labels
+        loaded_labels = [label for label in labels if label in names or label.partition("@")[0] in names]
+        labels_by_format[kind.name] = loaded_labels if kind.dialects else [*loaded_labels, "identity"]
+    combinations = [f"{name}:{label}" for name, of_format in labels_by_format.items() for label in of_format]
+    return [*labels_by_format[SAFETENSORS.name], *labels_by_format, *combinations]
 
 
 _COMPLETIONS: Mapping[str, Callable[[], list[str]]] = {

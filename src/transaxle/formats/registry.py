@@ -3,12 +3,10 @@
 Formats of installed packages (plugins) are loaded only if no built-in format matches: for an unknown format name, a
 folder that no built-in format recognises, or a file with an unknown ending.
 
-
 Sidecars are the files of a checkpoint's folder that contain none of its tensors. Sidecars with a model's config,
 tokenizer and chat template are copied with the model's weights. A second set of weights (in a different format or
 precision) is not copied, and neither is a symbolic link that leads out of the folder. The copied and the ignored files
 are both listed for the user.
-
 
 Each format is described by one `Format` record. A format's reader and its function `draft` are named by module path,
 and imported when the format is used: opening a folder of safetensors files imports no code for DCP, pickles or
@@ -124,6 +122,8 @@ class Format:
     dialects: tuple[str, ...] = ()
     """Names of the dialects (tensor names of one framework) that are tried for writing; the first dialect that the
     model's family has is used. Empty means that tensors keep the names that they have in the source."""
+    loaded_as: frozenset[str] = frozenset()
+    """Names of the dialects in which programs load this format; empty means those in `dialects`, or else any."""
     full_precision: bool = False
     """Whether a checkpoint's weights are the optimizer's full-precision copies, if it has such copies."""
     dtypes: frozenset[str] | None = None
@@ -337,6 +337,10 @@ def _shards_and_index(*ends: str) -> str:
     )
 
 
+_OF_TRANSFORMERS = frozenset({"hf", "transformers", "stacked", "separate"})
+"""Dialects of transformers' models, which DeepSpeed and verl train."""
+_STATE_DICTS = _OF_TRANSFORMERS | {"torchtitan", "automodel", "megatron", "te"}
+"""Dialects of trainers' models in memory, whose state dicts have these names."""
 SAFETENSORS = Format(
     name="safetensors",
     title="a safetensors checkpoint",
@@ -348,6 +352,7 @@ SAFETENSORS = Format(
     reader="transaxle.formats.safetensors:open_safetensors",
     draft="transaxle.formats.safetensors:draft",
     draft_takes=frozenset({"groups", "run", "sealed", "stem"}),
+    loaded_as=_STATE_DICTS | {"torchtitan_hf"},
     one_file=(".safetensors",),
     heads=((8, b"{"),),
     openers=(INDEX,),
@@ -369,6 +374,7 @@ TORCH = Format(
     reader="transaxle.formats.torch_file.reader:open_torch",
     draft="transaxle.formats.torch_file.draft:draft",
     draft_takes=frozenset({"groups", "nesting", "sealed", "stem"}),
+    loaded_as=_STATE_DICTS,
     one_file=_TORCH_FILES,
     heads=((0, b"PK\x03\x04"), (0, b"\x80")),
     openers=(INDEX,),
@@ -387,6 +393,7 @@ RANKS = Format(
     reader_takes=frozenset({"ranks"}),
     draft="transaxle.formats.ranks.draft:draft",
     draft_takes=frozenset({"groups", "in_order", "fsdp", "whole", "training", "training_paths"}),
+    loaded_as=_OF_TRANSFORMERS,
     model_folder="huggingface",
     files=RANK_NAMES,
     sidecars=frozenset({FSDP_CONFIG}),
@@ -414,6 +421,7 @@ DCP = Format(
     reader="transaxle.formats.dcp.reader:open_dcp",
     draft="transaxle.formats.dcp.draft:draft",
     draft_takes=frozenset({"groups", "training"}),
+    loaded_as=_STATE_DICTS,
     parts=(DCP_DATA, DCP_METADATA),
     openers=(DCP_METADATA,),
     files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}",
@@ -514,6 +522,7 @@ UNIVERSAL = Format(
     reader_takes=frozenset({"weights"}),
     draft="transaxle.formats.deepspeed.universal_draft:draft",
     draft_takes=frozenset({"run", "read"}),
+    loaded_as=_OF_TRANSFORMERS,
     full_precision=True,
     openers=(LATEST_UNIVERSAL,),
     files=rf"{_RANK_FILE}|{DEEPSPEED_ZERO}/(?:[^/]+/)?[^/]+\.pt",
@@ -570,11 +579,7 @@ def builtin() -> Mapping[str, Format]:
 
 
 def find(name: str) -> Format | None:
-    """Return the format of a name; None if there is no such format.
-
-    Raises:
-        Refused: with the codes of `plugin_formats`, if the format of a plugin that cannot be used has this name.
-    """
+    """Return the format of a name; None if there is none. Raises `plugin_formats`' errors if a plugin has the name."""
     if name in builtin():
         return builtin()[name]
     return next((_load_format(plugin) for plugin in plugins(GROUP) if plugin.name == name), None)
@@ -731,8 +736,6 @@ _MODEL_FILES = (
 """Beginnings of the names of the small files that belong to a model. If the source is a single tensor file, which may
 be in any folder, or the folder of a training run, which also contains logs, then only files with these names are
 copied."""
-
-
 _DOCUMENTS = (".md", "license", "license.txt", "notice", "notice.txt")
 """Endings of the names of files that only people read."""
 
