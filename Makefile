@@ -24,6 +24,8 @@ VERL   := verl==0.9.1 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict=
           codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.3
 # It needs only torch, numpy and safetensors, in any versions.
 LLM    := llm-dequant==0.1.0
+# The last release before config keys and the experts of mixtures moved; its dependencies are those of the present one.
+OLDER  := transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
 BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
@@ -86,7 +88,7 @@ check: $(VENV)/.all
 	$(BIN)/python -m pytest -q $(QUICK) --numprocesses $(JOBS) --dist worksteal; tests=$$?; \
 	wait $$types && exit $$tests
 
-test: lint $(VENV)/verl $(VENV)/llm-dequant
+test: lint $(VENV)/verl $(VENV)/llm-dequant $(VENV)/transformers4
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
 # Run it before and after a change that must not change results. REWRITE=--rewrite-golden records the current results.
@@ -209,6 +211,12 @@ $(VENV)/llm-dequant: $(VENV)/.torch
 	@echo 'installing llm-dequant'
 	@$(PIP) install --quiet --no-deps --target $@.new $(LLM)
 	@rm -rf $@
+	@mv $@.new $@
+
+$(VENV)/transformers4: $(VENV)/.torch
+	@echo 'installing transformers 4'
+	@$(PIP) install --quiet --no-deps --target $@.new $(OLDER)
+	@rm -rf $@ $@.new/bin
 	@mv $@.new $@
 
 $(MEGATRON_VENV)/.all: $(BRIDGE)

@@ -147,12 +147,12 @@ def _published(model: Model, folder: Path) -> Path:
     return target
 
 
-def _stand_ins() -> None:
+def add_stand_ins() -> None:
     """What a CPU lacks of vLLM and does not need to load weights, and a look at classes without a process for each."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _stand_ins.library = library  # type: ignore[attr-defined]
+    add_stand_ins.library = library  # type: ignore[attr-defined]
     from transformers.models.inkling import modeling_inkling
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
@@ -248,7 +248,7 @@ class _Platform:
         return True
 
 
-def _start() -> None:
+def start_groups() -> None:
     """Make the groups of a job of one rank."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -293,14 +293,15 @@ def _pad(model: torch.nn.Module) -> None:
                 parameter.data.zero_()
 
 
-def _loaded(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str) -> Any:
-    """The model that vLLM has on one rank."""
+def load_model(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str, drafting: bool = False) -> Any:
+    """The model that vLLM has on one rank; with `drafting` the model of the layers that predict further tokens."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
         LoadConfig,
         ModelConfig,
         ParallelConfig,
+        SpeculativeConfig,
         VllmConfig,
         set_current_vllm_config,
     )
@@ -311,29 +312,38 @@ def _loaded(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str) -
         model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=64,
         enforce_eager=True,
     )  # fmt: skip
+    parallel_config = ParallelConfig(
+        tensor_parallel_size=ranks, enable_expert_parallel=experts, distributed_executor_backend="mp"
+    )
+    speculation = None
+    if drafting:
+        speculation = SpeculativeConfig(
+            method="mtp", num_speculative_tokens=1, model=str(folder), target_model_config=model_config,
+            target_parallel_config=parallel_config,
+        )  # fmt: skip
     config = VllmConfig(
         model_config=model_config,
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=ranks, enable_expert_parallel=experts, distributed_executor_backend="mp"
-        ),
+        parallel_config=parallel_config,
+        speculative_config=speculation,
         load_config=LoadConfig(load_format="safetensors", use_tqdm_on_load=False),
         device_config=DeviceConfig("cpu"),
         cache_config=CacheConfig(enable_prefix_caching=False),
     )
     config.parallel_config.rank = rank
     _pretend(rank, ranks)
+    built = speculation.draft_model_config if speculation else model_config
     with set_current_vllm_config(config):
         torch.set_default_dtype(getattr(torch, dtype))
-        model = initialize_model(config, model_config=model_config)
+        model = initialize_model(config, model_config=built)
         for parameter in model.parameters():  # what is not loaded shows
             parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
         _pad(model)
-        DefaultModelLoader(config.load_config).load_weights(model, model_config)
+        DefaultModelLoader(config.load_config).load_weights(model, built)
     return model
 
 
-def _held(model: Any) -> Tensors:
-    """What vLLM holds on one rank."""
+def tensors_in(model: Any) -> Tensors:
+    """The parameters and stored buffers of a model of vLLM's."""
     buffers = {f"{BUFFER}{name}": value for name, value in model.named_buffers() if name in model.state_dict()}
     return {name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers.items())}
 
@@ -360,8 +370,8 @@ def _one(model: Model, folder: Path) -> None:
     read = _published(model, folder / HUB)
     for ranks, sharing in model.degrees:
         for rank in range(ranks):
-            loaded = _loaded(read, rank, ranks, experts=sharing > 1, dtype=model.dtype)
-            held = {name: value.contiguous() for name, value in _held(loaded).items()}
+            loaded = load_model(read, rank, ranks, experts=sharing > 1, dtype=model.dtype)
+            held = {name: value.contiguous() for name, value in tensors_in(loaded).items()}
             save_file(held, folder / f"{ranks}-{sharing}-{rank}.safetensors")
             _save_state(loaded, folder, f"{ranks}-{sharing}", rank)
 
@@ -369,8 +379,8 @@ def _one(model: Model, folder: Path) -> None:
 def main(target: Path, names: list[str]) -> None:
     """Write what vLLM holds of models, of all where none is named."""
     os.environ.update(ENVIRONMENT)
-    _stand_ins()
-    _start()
+    add_stand_ins()
+    start_groups()
     for name in names or MODELS:
         folder = target / name
         folder.mkdir()

@@ -1,0 +1,1 @@
+"""`check`, held against readers that are run in full."""
