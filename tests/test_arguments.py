@@ -25,9 +25,9 @@ from transaxle import arguments, torch_tensors
 
 ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant, tx.refit)
 RESULTS = {
-    "Checkpoint", "Comparison", "Explanation", "Leftover", "LoadReport", "Path", "Plan", "QuantizedTensor", "Refusal",
-    "Report", "RefitReport", "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "Table", "TransaxleError",
-    "Verification",
+    "Check", "Checkpoint", "Comparison", "Explanation", "Finding", "Leftover", "LoadReport", "Path", "Plan",
+    "QuantizedTensor", "Refusal", "Report", "RefitReport", "ReshardReport", "SaveJob", "SaveReport", "StoredTensor",
+    "Table", "TransaxleError", "Verification",
 }  # fmt: skip
 """Classes that functions return: their constructors are called by nobody else."""
 METHODS = (
@@ -112,9 +112,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "device": (1.5, MANY), "dialect": (3, Path("hf"), MANY), "dst": (3, None, b"out"), "dtype": (3, MANY, float),
     "encode": (3, MANY), "ep": ("ep", 2), "family": (3, MANY), "format": (3, Path("dcp")), "group": ("all", 0, [0, 1]),
     "jobs": ("two", 1.5, True), "memory": (1.5, MANY, True), "merge": (3, b"adapter"), "mesh": ("tp", 2),
-    "only": (3, [3]), "params_dtype": (3, MANY), "path": (3, None, b"model"), "report": (3, b"page"),
-    "restate": (3, MANY), "rules": (3, MANY), "shard_size": (1.5, MANY, True, None), "skip": (3, [3]),
-    "source": (3, MANY), "src": (3, None, b"model"), "to": (3, None, Path("hf")), "url": (3, b"s3://bucket"),
+    "only": (3, [3]), "params_dtype": (3, MANY), "path": (3, None, b"model"), "python": (3, b"python"),
+    "report": (3, b"page"), "restate": (3, MANY), "rules": (3, MANY), "shard_size": (1.5, MANY, True, None),
+    "skip": (3, [3]), "source": (3, MANY), "src": (3, None, b"model"), "to": (3, None, Path("hf")), "url": (3, b"s3://bucket"),
     "write": (3, b"plan"),
 }  # fmt: skip
 """Values of wrong types, for every argument that is read by `arguments` or `torch_arguments`."""
@@ -149,6 +149,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
     recast = given(state=state, dialect="hf")
     return defaultdict(given, {
         "open": given(path=src), "plan": plan, "convert": plan, "verify": given(a=src, b=src), "info": given(src=src),
+        "check": given(src=src, reader="transformers"),
         "check_rules": given(rules=src), "derive": given(converter="llama"), "diff": given(a=src, b=src),
         "clean": given(path=out), "report": given(src=src, dst=out), "load": given(state=state, src=src), "save": save,
         "async_save": save, "prepare_async": given(state=state), "reshard": given(src_state=state, dst_state=state),

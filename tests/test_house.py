@@ -46,9 +46,9 @@ def _room(*below: str, needs: frozenset[str] = CORE) -> Room:
 HOUSE = {
     # The doors: what a user meets.
     "__main__": _room("cli", needs=frozenset()),
-    "cli": _room(DOORWAY, "reports", "derivation", "live", "engine", needs=CORE | TERMINAL),
-    DOORWAY: _room("verbs", "reports", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
-    "verbs": _room("reports", "derivation", "live", "engine"),
+    "cli": _room(DOORWAY, "readers", "reports", "derivation", "live", "engine", needs=CORE | TERMINAL),
+    DOORWAY: _room("verbs", "readers", "reports", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
+    "verbs": _room("readers", "reports", "derivation", "live", "engine"),
     # The training side: only these six may import torch.
     "refit": _room("live", needs=CORE | TRAINING),
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
@@ -56,6 +56,8 @@ HOUSE = {
     "live": _room("quant", "torch_tensors", "engine", needs=CORE | TRAINING),
     "quant": _room("torch_tensors", "encodings", needs=CORE | TRAINING | {"triton"}),
     "torch_tensors": _room("axes", needs=CORE | TRAINING),
+    # What other programs make of a checkpoint.
+    "readers": _room("derivation", "engine"),
     # Pages for a browser.
     "reports": _room("engine"),
     # Tables from what converters do.
@@ -101,7 +103,9 @@ a format its reader and its writer."""
 BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 MAX_LINES = 800
 
-MODULES = sorted(PACKAGE.rglob("*.py"))
+PROBES = PACKAGE / "readers/probes"
+"""Scripts, no modules of the package: other environments run them, with the libraries that are there."""
+MODULES = sorted(module for module in PACKAGE.rglob("*.py") if module.parent != PROBES)
 DEMO = "cli/demo.py"
 SHARED_NAMES = frozenset({DOORWAY, "reader", "writer", "draft"})
 """Names that several files may have."""
@@ -612,7 +616,7 @@ def test_the_wheel_holds_everything(tmp_path: Path) -> None:
 
 
 CAPS = {
-    "average": 7, "merge": 7, "shard_size": 16, "decode": 11, "encode": 8, "strict": 19, "allow_lossy": 7, "resume": 14,
+    "average": 7, "merge": 7, "shard_size": 16, "decode": 11, "encode": 7, "strict": 19, "allow_lossy": 7, "resume": 14,
 }  # fmt: skip
 """Option -> modules that name it at most; the caps go down only, to four: defined, shown, and acted on."""
 
@@ -642,6 +646,8 @@ def _named(tree: ast.Module) -> Iterator[str]:
 
 
 def test_few_modules_name_an_option() -> None:
-    counts = Counter(name for module in MODULES for name in CAPS.keys() & {*_named(_tree(module))})
+    pickled = PACKAGE / "formats/pickled"  # its `encode` is that of Python's `_codecs`
+    modules = [module for module in MODULES if module.parent != pickled]
+    counts = Counter(name for module in modules for name in CAPS.keys() & {*_named(_tree(module))})
     assert {name: count for name, count in counts.items() if count > CAPS[name]} == {}
     assert counts.keys() == CAPS.keys()

@@ -22,10 +22,12 @@ first used.
 """
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.hugging_face",
+    "Check": "readers.checking",
     "Checkpoint": "engine.checkpoint.checkpoint",
     "Comparison": "engine.compare",
     "Executor": "engine.distribute.executors",
     "Explanation": "engine.explanations",
+    "Finding": "readers.findings",
     "Leftover": "formats.store.leftovers",
     "LightningCheckpoints": "live.integrations.lightning_io",
     "LoadPlanner": "live.integrations.dcp_planners",
@@ -85,9 +87,11 @@ if TYPE_CHECKING:
     from transaxle.live.reshard import ReshardReport, reshard, sharding
     from transaxle.live.save import save
     from transaxle.live.state_dict_adapter import loadable_as, state_dict_as
+    from transaxle.readers.checking import Check
+    from transaxle.readers.findings import Finding
     from transaxle.refit.refitting import Refit, RefitReport
     from transaxle.reports.reporting import report
-    from transaxle.verbs import check_rules, clean, convert, derive, diff, info, open, plan, verify  # noqa: A004
+    from transaxle.verbs import check, check_rules, clean, convert, derive, diff, info, open, plan, verify  # noqa: A004
 
 
 def __getattr__(name: str) -> Any:
@@ -129,10 +133,12 @@ def _has_torch() -> bool:
 __all__ = [
     "CODES",
     "AccelerateHooks",
+    "Check",
     "Checkpoint",
     "Comparison",
     "Executor",
     "Explanation",
+    "Finding",
     "Leftover",
     "LightningCheckpoints",
     "LoadPlanner",
@@ -156,6 +162,7 @@ __all__ = [
     "__version__",
     "as_runs",
     "async_save",
+    "check",
     "check_rules",
     "clean",
     "convert",

@@ -120,6 +120,12 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
         Option("numeric", "flag", "Compare decoded values, also across number formats, and measure the differences.",
                default=False),
     ),
+    "Checking for a reader": (
+        Option("python", "path", "Python of the environment in which the reader is installed.  [default: this one]",
+               metavar="PATH"),
+        Option("time_limit", "count", "Seconds after which the reader is stopped.  [default: 600]", metavar="SECONDS",
+               maximum=86_400),
+    ),
     "Writing": (
         Option("overwrite", "overwrite", "Replace the checkpoint at DST once the new one is complete; `=everything` "
                "also deletes the other files in its folder.", default=False, common=True),
@@ -159,6 +165,7 @@ _WRITING = (*OPENING, *SHAPING, "encode", "group_size", *_DEGREES, "jobs", "memo
 VERBS: Mapping[str, tuple[str, ...]] = {
     "open": OPENING,
     "info": OPENING,
+    "check": ("python", "time_limit", *READING),
     "plan": ("to", "overwrite", "resume", "sync", "verify", "report", "write", *_WRITING),
     "convert": ("to", "overwrite", "resume", "sync", "verify", "report", *_WRITING),
     "verify": ("jobs", "memory", *OPENING),

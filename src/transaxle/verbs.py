@@ -25,6 +25,7 @@ from transaxle.arguments import (
     read_options,
     read_path,
     read_source,
+    read_text,
     suggests,
     wrong_type,
 )
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from transaxle.engine.plan.planned import Plan
     from transaxle.engine.verification import Verification
     from transaxle.formats.store.leftovers import Leftover
+    from transaxle.readers.checking import Check
     from transaxle.reports.reporting import ConversionPage
 
 _CONVERTED = ("hf", "converted")
@@ -138,6 +140,56 @@ def info(
 
     with open_source("src", src, read_options("info", locals())) as checkpoint:
         return checkpoint_facts(checkpoint)
+
+
+@suggests
+def check(
+    src: CheckpointLike,
+    reader: str,
+    *,
+    python: PathLike | None = None,
+    time_limit: int | None = None,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    ranks: str | None = None,
+) -> Check:
+    """Check whether a program loads every tensor of a checkpoint, each to its place, with its values.
+
+    The program's own loading code runs on the names, shapes and dtypes, in a process of its own; of the files, only
+    headers, configs and scales of one element are read. Results are kept for equal names, configs and versions.
+
+    Args:
+        src: path of a checkpoint, or an opened checkpoint.
+        reader: name of the program, such as `transformers` or `vllm`.
+        python: path of the Python interpreter of the environment in which the program is installed; None means this
+            one.
+        time_limit: seconds after which the program is stopped; None means 600.
+
+    The other arguments are those of `open`.
+
+    Returns:
+        The verdict, which is true if the program loads the checkpoint as it is; `.findings` lists what it does
+        otherwise, and what would mend it.
+
+    Raises:
+        UsageError: with the code AMBIGUOUS if Transaxle does not know the program.
+        Refused: with the code UNSUPPORTED if the program is not installed there, does not open this format, or takes
+            too long.
+    """
+    from transaxle.readers.checking import check as check_opened
+
+    options = read_options("check", locals())
+    reader = read_text("reader", reader, "transformers")
+    how = select(options, ("python", "time_limit"))
+    with open_source("src", src, select(options, READING)) as checkpoint:
+        return check_opened(checkpoint, reader, **how)
 
 
 def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
@@ -717,4 +769,7 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     return tuple(leftovers.clean(each) if each.outcome == "found" else each for each in all_leftovers)
 
 
-__all__ = ["Unverified", "Watch", "check_rules", "clean", "convert", "derive", "diff", "info", "open", "plan", "verify"]
+__all__ = [
+    "Unverified", "Watch", "check", "check_rules", "clean", "convert", "derive", "diff", "info", "open", "plan",
+    "verify",
+]  # fmt: skip

@@ -584,6 +584,7 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.convert"),
     "work": ("Carry out a planned conversion in parts, on many machines.", "transaxle.cli.jobs"),
     "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.comparison"),
+    "check": ("Check whether a program will load a checkpoint.", "transaxle.cli.check"),
     "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.comparison"),
     "clean": ("Remove files that killed runs left behind.", "transaxle.cli.jobs"),
     "check-rules": ("Check a table of families and dialects.", "transaxle.cli.derive"),
@@ -606,7 +607,7 @@ _EXAMPLES = (
 )
 _CODES = (
     ("0", "done; equal"),
-    ("1", "they differ, or verification failed"),
+    ("1", "they differ, verification failed, or the reader would not load it"),
     ("2", "usage error: the target exists, an option or axis is unknown, the dialect is ambiguous"),
     ("3", "input refused: unsafe, corrupt, unsupported, or the result would be lossy"),
     ("4", "I/O failure: source missing or unreadable, no space, or another machine failure"),

@@ -1,0 +1,109 @@
+"""`check`: whether a reader loads every tensor of a checkpoint, each to its place, with its values.
+
+The reader's own code runs on the real names, shapes and dtypes without data (`reader_runs`), and on two small
+checkpoints with data (`twins`); `findings` reads its report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.wording import notebook, plural
+from transaxle.errors import refuse
+from transaxle.readers.findings import Finding, findings_of
+from transaxle.readers.reader import reader_named
+from transaxle.readers.reader_runs import LIMIT, reader_versions, run_reader
+
+
+class Check(msgspec.Struct, frozen=True):
+    """The verdict on a checkpoint and a reader; it is true if the reader loads the checkpoint as it is."""
+
+    path: str
+    """Path of the checkpoint."""
+    reader: str
+    """Name of the reader."""
+    versions: Mapping[str, str]
+    """Distribution -> version, for the reader and what it depends on."""
+    findings: tuple[Finding, ...]
+    """What the reader does otherwise, and notes; wrong ones first."""
+    tensors: int
+    """Number of stored tensors."""
+    parameters_compared: int
+    """Number of parameters of small models whose values were compared; 0 if none were."""
+    traced: Literal["run", "cache", "tables"]
+    """Whether the reader was run for this check, its result was in the cache, or only tables of names were compared."""
+    seconds: float
+    """Time that the check took."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the reader loads every tensor to its place with its values."""
+        return not any(finding.wrong for finding in self.findings)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict as plain JSON data, as `transaxle check --json` prints it."""
+        return {
+            "schema_version": 1, "path": self.path, "reader": self.reader, "versions": dict(self.versions),
+            "ok": self.ok, "findings": [finding.as_json() for finding in self.findings], "tensors": self.tensors,
+            "parameters_compared": self.parameters_compared, "traced": self.traced, "seconds": round(self.seconds, 3),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *map(str, self.findings)])
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        who = " ".join(filter(None, (self.reader, self.versions.get(self.reader, ""))))
+        how = " by the tables of its names" if self.traced == "tables" else ""
+        if not self.ok:
+            return f"{self.path}: {who} does not load it as it is{how}"
+        values = ""
+        if self.parameters_compared:
+            values = f", and computes the same with {plural(self.parameters_compared, 'parameter')} of a small model"
+        return f"{self.path}: {who} loads its {plural(self.tensors, 'tensor')}{how}{values}"
+
+    def _repr_html_(self) -> str:
+        return notebook(str(self))
+
+
+def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, time_limit: int = LIMIT) -> Check:
+    """Return whether a reader loads a checkpoint; no tensor is read but scales of a single element.
+
+    Args:
+        checkpoint: the checkpoint.
+        reader: name of the reader, a key of `READERS`.
+        python: path of the Python interpreter of the reader's environment; None means this one.
+        time_limit: seconds after which the reader is stopped.
+
+    Raises:
+        UsageError: with the code AMBIGUOUS if there is no such reader.
+        Refused: with the code UNSUPPORTED if the reader is not installed, or does not open this container format.
+    """
+    began = time.monotonic()
+    program = reader_named(reader)
+    versions = reader_versions(program, python)
+    if checkpoint.format not in program.formats:
+        message = f"{reader} does not open {checkpoint.format}; it opens {' and '.join(program.formats)}"
+        hint = f"Convert it first:  transaxle convert {checkpoint.path} DST --to {program.formats[0]}:{program.dialect}"
+        raise refuse("UNSUPPORTED", message, file=checkpoint.path, hint=hint)
+    run = run_reader(checkpoint, program, versions, python, time_limit)
+    values = run.trace.get("values") or {}
+    return Check(
+        path=checkpoint.path,
+        reader=reader,
+        versions=versions,
+        findings=findings_of(checkpoint, program, run.trace),
+        tensors=len(checkpoint.container.entries),
+        parameters_compared=values.get("compared", 0),
+        traced="cache" if run.is_cached else "run",
+        seconds=time.monotonic() - began,
+    )

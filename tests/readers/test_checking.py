@@ -1,0 +1,147 @@
+"""`check` against transformers itself: what it finds is what `from_pretrained` does with the same files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import transaxle as tx
+from tests.oracles.quiet import quiet
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "vocab_size": 128, "tie_word_embeddings": False, "max_position_embeddings": 64, "rope_theta": 1e6,
+}  # fmt: skip
+WEIGHTS = "model.safetensors"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("hub") / "qwen"
+    torch.manual_seed(0)
+    with quiet():
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def planted(hub: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies the checkpoint with other tensors or another config."""
+
+    def plant(tensors: Callable[[Tensors], None] = lambda _: None, **config: Any) -> Path:
+        folder = tmp_path / "planted"
+        shutil.copytree(hub, folder)
+        stored = load_file(folder / WEIGHTS)
+        tensors(stored)
+        save_file(stored, folder / WEIGHTS, {"format": "pt"})
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | config), "utf-8")
+        return folder
+
+    return plant
+
+
+def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the model that transformers loads, and what it reports."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    return model, info
+
+
+def kinds(verdict: tx.Check) -> dict[str, tuple[str, ...]]:
+    return {finding.kind: finding.names for finding in verdict.findings if finding.wrong}
+
+
+def test_a_good_checkpoint_loads_and_is_kept_in_the_cache(hub: Path, cache: Path) -> None:
+    first = tx.check(hub, "transformers")
+    assert first.ok
+    assert first.findings == ()
+    assert first.traced == "run"
+    assert len(list(cache.rglob("transformers-*.json"))) == 1
+    again = tx.check(hub, "transformers")
+    assert (again.ok, again.traced) == (True, "cache")
+    assert "4 tensors" not in str(again)
+    assert str(again).startswith(f"{hub}: transformers ")
+
+
+def test_a_missing_expert_is_named(planted: Callable[..., Path]) -> None:
+    folder = planted(lambda tensors: tensors.__delitem__(EXPERT))
+    verdict = tx.check(folder, "transformers")
+    assert kinds(verdict)["absent"] == (EXPERT,)
+    assert any("mlp.experts.gate_up_proj" in name for names in kinds(verdict).values() for name in names)
+    with pytest.raises(RuntimeError):
+        loaded(folder)
+
+
+def test_tensors_without_a_parameter_are_named(planted: Callable[..., Path]) -> None:
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    folder = planted(lambda tensors: tensors.update({bias: torch.ones(64)}))
+    verdict = tx.check(folder, "transformers")
+    assert kinds(verdict) == {"dropped": (bias,)}
+    assert loaded(folder)[1]["unexpected_keys"] == {bias}
+
+
+def test_an_absent_head_is_named(planted: Callable[..., Path]) -> None:
+    folder = planted(lambda tensors: tensors.__delitem__("lm_head.weight"))
+    assert kinds(tx.check(folder, "transformers")) == {"missing": ("lm_head.weight",), "absent": ("lm_head.weight",)}
+    assert loaded(folder)[1]["missing_keys"] == {"lm_head.weight"}
+
+
+def test_a_size_that_is_not_that_of_the_tensors(planted: Callable[..., Path]) -> None:
+    folder = planted(head_dim=32)
+    verdict = tx.check(folder, "transformers")
+    names = {name for name, *_ in loaded(folder)[1]["mismatched_keys"]}
+    assert set(kinds(verdict)["shape"]) == names
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+
+
+def test_numbered_experts_in_nvfp4_lose_their_scales(hub: Path, tmp_path: Path) -> None:
+    """transformers 5.23 leaves out their global scales: the model in memory has other values."""
+    tx.convert(hub, tmp_path / "nvfp4", to="hf", encode="nvfp4")
+    verdict = tx.check(tmp_path / "nvfp4", "transformers")
+    assert {name.rpartition(".")[2] for name in kinds(verdict)["values"]} <= {"gate_up_proj", "down_proj"}
+    assert not verdict
+    tx.convert(tmp_path / "nvfp4", tmp_path / "plain", to="hf", decode="bf16")
+    assert tx.check(tmp_path / "plain", "transformers")
+
+
+def test_block_scaled_codes_load_with_their_values(hub: Path, tmp_path: Path) -> None:
+    tx.convert(hub, tmp_path / "fp8", to="hf", encode="float8_block")
+    verdict = tx.check(tmp_path / "fp8", "transformers")
+    assert verdict
+    assert verdict.parameters_compared > 20
+
+
+def test_unknown_readers_and_formats(hub: Path, tmp_path: Path) -> None:
+    with pytest.raises(tx.TransaxleError, match="there is no reader 'transfomers'") as unknown:
+        tx.check(hub, "transfomers")
+    assert "Did you mean transformers?" in unknown.value.hint
+    tx.convert(hub, tmp_path / "dcp", to="dcp")
+    with pytest.raises(tx.TransaxleError, match="transformers does not open dcp"):
+        tx.check(tmp_path / "dcp", "transformers")
+    with pytest.raises(tx.TransaxleError, match="this Python cannot be run"):
+        tx.check(hub, "transformers", python=tmp_path / "none")
