@@ -292,6 +292,7 @@ def test_a_flag_is_true_or_false(tmp_path: Path) -> None:
     calls: dict[str, Callable[[Any], object]] = {
         "allow_lossy": lambda flag: tx.convert(ck, tmp_path / "out", to="hf", allow_lossy=flag),
         "strict": lambda flag: tx.plan(ck, tmp_path / "out", to="hf", strict=flag),
+        "check_source": lambda flag: tx.plan(ck, tmp_path / "out", to="hf", check_source=flag),
         "resume": lambda flag: tx.plan(ck, tmp_path / "out", to="hf", resume=flag),
         "sync": lambda flag: tx.convert(ck, tmp_path / "out", to="hf", sync=flag),
         "verify": lambda flag: tx.convert(ck, tmp_path / "out", to="hf", verify=flag),

@@ -55,6 +55,12 @@ class Option:
         """Spellings of the option on the command line."""
         return self.flags or (f"--{self.name.replace('_', '-')}",)
 
+    @property
+    def negation(self) -> str:
+        """Spelling of the value False on the command line; empty if False is the default."""
+        has_negation = self.kind == "switch" or self.default is True
+        return f"--no-{self.name.replace('_', '-')}" if has_negation else ""
+
 
 SECTIONS: Mapping[str, tuple[Option, ...]] = {
     "Choosing the target": (
@@ -81,6 +87,8 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                "in a model for a hub]"),
         Option("average", "flag", "DeepSpeed, Megatron: where replicas differ between ranks, use their mean.",
                default=False, flags=("--average-replicas", "--average")),
+        Option("check_source", "flag", "Check what is read against the source's own hashes, if it has any, or do not.  "
+               "[default: check]", default=True),
         Option("ranks", "text", "Names of the torch files of a job's ranks, with {} for the rank.",
                metavar="TEMPLATE", example="model_rank{}.pt"),
     ),
@@ -158,8 +166,8 @@ OF_FIRST = frozenset({"dialect", "format", "ranks", "only", "skip", "dtype", "me
 """Options that apply only to the first checkpoint, if two checkpoints are compared."""
 OF_ONE = frozenset({"decode", "weights", "average"})
 """Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""
-SHAPING = ("shard_size", "allow_lossy", "strict")
-"""Options that shape a conversion's target and whose values are plain data."""
+SHAPING = ("shard_size", "allow_lossy", "strict", "check_source")
+"""Options of a conversion's plan whose values are plain data."""
 _DEGREES = ("tp", "pp", "ep", "dp", "device", "make_vocab_size_divisible_by")
 _WRITING = (*OPENING, *SHAPING, "encode", "group_size", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
@@ -246,8 +254,8 @@ def _in_python() -> dict[str, str]:
         values = {"flag": "=True", "switch": "=True", "overwrite": "=True"}
         for spelling in option.spellings:
             keywords[spelling] = f"{option.name}{values.get(option.kind, '')}"
-        if option.kind == "switch" or option.default is True:
-            keywords[f"--no-{option.name}"] = f"{option.name}=False"
+        if option.negation:
+            keywords[option.negation] = f"{option.name}=False"
     return keywords
 
 

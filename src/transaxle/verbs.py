@@ -418,6 +418,7 @@ def plan(
     shard_size: Size = SHARD_SIZE,
     allow_lossy: bool = False,
     strict: bool = False,
+    check_source: bool = True,
     encode: str | None = None,
     group_size: int | None = None,
     tp: int | None = None,
@@ -490,6 +491,7 @@ def convert(
     shard_size: Size = SHARD_SIZE,
     allow_lossy: bool = False,
     strict: bool = False,
+    check_source: bool = True,
     encode: str | None = None,
     group_size: int | None = None,
     tp: int | None = None,
@@ -515,13 +517,15 @@ def convert(
             the expected result is kept. If False, unfinished work beside `dst` is refused, or with `overwrite` deleted.
         sync: whether to sync all written files to disk before `dst` appears.
         verify: whether to read the result back, check it against its manifest and compare it with `src`; the report
-            then has a `verification`. Bytes read from `src` are always checked against the hashes in `src`, if any.
+            then has a `verification`.
         report: path at which to write an HTML page of the conversion, or of the errors; the file must not exist.
         progress: function called with the number of bytes of each written block, from several threads.
         watch: observer of the run, including progress.
         shard_size: maximum bytes of tensors per file, as 5_000_000_000 or "5GB"; ignored if `dst` is one file.
         allow_lossy: allow arithmetic that a mapping rule marks as lossy, and casts that make finite values infinite.
         strict: refuse tensors for which the target dialect has no mapping rule; otherwise they keep their names.
+        check_source: whether to check what is read against the hashes and checksums in `src`, if it has any, and to
+            refuse damaged bytes before `dst` appears. If False, they are converted, and the report says so.
         encode: `float8_block`, `mxfp8`, `nvfp4` or `int4`: the encoding in which weights of linear layers are written.
         group_size: number of values in a row that share one scale, for `int4`; None means 32.
         only: patterns of the names of tensors to encode, decode or cast; empty means linear layers with `encode`.

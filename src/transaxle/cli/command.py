@@ -360,8 +360,8 @@ def _click_option(option: Option) -> Callable[[_Body], _Body]:
     """Return the click decorator for an option of the table in `transaxle.options`."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar or None, **_KINDS[option.kind](option)}
     spellings = list(option.spellings)
-    if option.kind == "switch" or option.default is True:
-        spellings = [f"{spellings[0]}/--no-{option.name}"]
+    if option.negation:
+        spellings = [f"{spellings[0]}/{option.negation}"]
     if option.required:
         how |= {"required": True, "type": _Target()}
     if option.metavar in _COMPLETIONS:

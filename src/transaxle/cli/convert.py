@@ -18,7 +18,7 @@ from transaxle.cli.command import Command, Seldom, options_of, with_derive, with
 from transaxle.cli.refusals import error_document, print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
-from transaxle.engine.carry import Report
+from transaxle.engine.carry import UNCHECKED, Report
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.execute import CheckedPlan
 from transaxle.engine.moves import UNCHANGED, rules, words
@@ -273,6 +273,8 @@ def print_report(screen: Screen, report: Report) -> None:
     print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
     print_notes(screen, report.notes)
+    if report.source_against == UNCHECKED:
+        screen.line("  source not checked (--no-check-source): damaged bytes of it are in the result too")
     if not report.synced:
         screen.line("  not synced (--no-sync): a power cut in the next minutes may damage the checkpoint")
 

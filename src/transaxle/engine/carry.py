@@ -22,15 +22,8 @@ import msgspec
 
 from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import MEASURED_BY_READING, MeasuredTensor, RecodedTensor
-from transaxle.engine.checkpoint.manifest import (
-    IN_SPANS,
-    FileRecord,
-    HashWitness,
-    Manifest,
-    TensorRecord,
-    encode,
-    hash_evidence,
-)
+from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Manifest, TensorRecord, encode
+from transaxle.engine.checkpoint.source_hashes import HashWitness, hash_evidence
 from transaxle.engine.duplicates import PlannedCheck, compare_copies
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Plan, PlannedTensor
@@ -40,7 +33,7 @@ from transaxle.engine.wording import duration, plural, size
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Fragment, Recoding
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.storage.storage import Storage, layer, without_commit
+from transaxle.formats.storage.storage import Storage, layer, recheck_versions, without_commit
 from transaxle.formats.store.staging import display_path
 from transaxle.move.journal import WHOLE, FinishedTensor, HashingFiles, digest, span_ends
 from transaxle.move.mover import Movement
@@ -60,6 +53,8 @@ each of its matrices.
 """
 Errors = Mapping[RecodedTensor, tuple[Error, int]]
 """Step that changes a tensor's values -> the error of the values, and the number of values that became infinite."""
+UNCHECKED = "unchecked"
+"""Value of `Report.source_against` if the source was not checked."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
 _AGAIN = "Convert again while no program changes the file, or write a folder, whose digests come last."
 
@@ -334,10 +329,25 @@ def seal(
     if measured and not plan.allow_lossy:
         refuse_infinite(measured, prepared.checkpoint.container.recoding.dtype)
     copied = carry(plan.carried_files, storage, files, limit, span_size=WHOLE) if files.single is None else {}
-    storage.recheck()
+    recheck(prepared)
     hashes = {name: hashed.hash for name, hashed in tensors.items()}
     _write_final_files(prepared, files, hashes, {name: hashed.hash for name, hashed in copied.items()}, foretold)
     return value_errors(prepared, encoding_errors(plan, tensors), measured or {})
+
+
+def recheck(prepared: Prepared) -> None:
+    """Check that the source's files have not changed, and match their hashes and checksums unless `check_source` is
+    False.
+
+    Raises:
+        Refused: with code CORRUPT, for each file that was changed or damaged.
+        StorageError: with code IO, if a file cannot be read.
+    """
+    storage = prepared.checkpoint.container.storage
+    if prepared.check_source:
+        storage.recheck()
+    else:
+        recheck_versions(storage)
 
 
 @stage("write index and manifest")
@@ -467,7 +477,7 @@ class Report:
     source_against: str = "structure"
     """Evidence against which the source's bytes were checked: `manifest` for hashes in transaxle.json; `digests` for
     hashes stored in a single file; `structure` if the source has no hashes, so that only the checksums of its file
-    format reveal damage.
+    format reveal damage; `unchecked` if `check_source` was False.
     """
     verification: Verification | None = None
     """If the user asked for it, the check of the result against its manifest, and its comparison with the source."""
@@ -538,5 +548,5 @@ def make_report(
         counted=plan.counted,
         leftovers=leftovers,
         source=plan.source,
-        source_against=hash_evidence(prepared.checkpoint.container),
+        source_against=hash_evidence(prepared.checkpoint.container) if prepared.check_source else UNCHECKED,
     )

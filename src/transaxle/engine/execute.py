@@ -34,13 +34,14 @@ from transaxle.engine.carry import (
     check_finished,
     make_report,
     prove,
+    recheck,
     seal,
     value_errors,
     whole_plan,
     write_fragments,
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.manifest import problems_of, watch_hashes
+from transaxle.engine.checkpoint.source_hashes import problems_of, watch_hashes
 from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
@@ -106,7 +107,7 @@ def _has_checkpoint(path: str) -> bool:
     return True
 
 
-class CheckedPlan(Prepared, frozen=True):
+class CheckedPlan(Prepared, frozen=True, kw_only=True):
     """A plan that was checked for one target; its refusals are all refusals that a run would raise before it writes."""
 
     request: tuple[str, Overwrite, bool]
@@ -173,7 +174,7 @@ def preflight(
         hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
         problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
     task = task_of(prepared, problems)
-    problems += _damage(prepared, target)
+    problems += _damage(prepared, target) if prepared.check_source else ()
     if running and not problems:
         watch_source(prepared)
     errors: dict[str, Error] = {}
@@ -194,7 +195,10 @@ def preflight(
     if not target or not found(lambda: refuse_overlap(prepared.checkpoint, target)):
         found(look)
     plan = msgspec.structs.replace(prepared.plan, refusals=tuple(dict.fromkeys(problems)))
-    return CheckedPlan(plan, prepared.checkpoint, prepared.draft, request, task, finished, errors)
+    return CheckedPlan(
+        plan, prepared.checkpoint, prepared.draft, prepared.check_source,
+        request=request, task=task, finished=finished, errors=errors,
+    )  # fmt: skip
 
 
 def _check_place(
@@ -248,11 +252,14 @@ def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
 
 
 def watch_source(prepared: Prepared) -> None:
-    """Start to check the bytes that are read from the source and from a merged adapter against their recorded hashes.
+    """Start to check the bytes that are read from the source and from a merged adapter against their recorded hashes,
+    unless `check_source` is False.
 
     Raises:
         TransaxleError: any error that `watch_hashes` raises.
     """
+    if not prepared.check_source:
+        return
     storage = prepared.checkpoint.container.storage
     watch_hashes(storage)
     adapter = prepared.checkpoint.container.recoding.adapter
@@ -422,7 +429,7 @@ def execute(
     limit, part = (limit or limits()).with_min_block(plan.band), whole_plan(plan)
     if cleared.finished:
         measured = prove(PlanPart(measures=part.measures), storage, recoding, limit, allow_lossy=plan.allow_lossy)
-        storage.recheck()
+        recheck(prepared)
         resumed, changed = len(plan.tensors), value_errors(prepared, cleared.errors, measured)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
         leftovers = clean_target(target)
@@ -464,7 +471,7 @@ def _write(
     try:
         tensors = _intact_tensors(staging, plan, join_spans(plan, journal.finished), reusable_files)
         resumed, remaining = len(tensors), [tensor for tensor in plan.tensors if tensor.name not in tensors]
-        if tensors:
+        if tensors and prepared.check_source:
             _check_reads_of(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors], tensors)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in remaining))
         foretold: dict[str, str] | None = None

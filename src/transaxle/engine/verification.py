@@ -27,18 +27,8 @@ from transaxle.engine.checkpoint.checkpoint import (
     open_source,
     refuse_stateless,
 )
-from transaxle.engine.checkpoint.manifest import (
-    CHANGED,
-    IN_SPANS,
-    TensorRecord,
-    check_rest,
-    digest_positions,
-    has_hashes,
-    has_manifest,
-    hash_evidence,
-    load,
-    stale,
-)
+from transaxle.engine.checkpoint.manifest import IN_SPANS, TensorRecord, describe_change, has_manifest, load, stale
+from transaxle.engine.checkpoint.source_hashes import check_rest, digest_positions, has_hashes, hash_evidence
 from transaxle.engine.compare import Comparison, Difference, compare
 from transaxle.engine.duplicates import compare_copies, plan_twins
 from transaxle.engine.source import Source
@@ -212,8 +202,8 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         problem = _check_record(Where(_file_of(container.entries.get(name)), name), tensor, digest, recorded.get(name))
         if problem is None and name in places and tensor.nbytes:
             seal, place = places[name]
-            if read_digest(container.storage, seal, place) != digest:
-                problem = Refusal("CORRUPT", CHANGED, Where(seal.file, name), _AGAIN)
+            if (expected := read_digest(container.storage, seal, place)) != digest:
+                problem = Refusal("CORRUPT", describe_change(expected, digest), Where(seal.file, name), _AGAIN)
         damaged.pop(name, None)
         if problem is not None:
             damaged[name] = problem
@@ -355,7 +345,7 @@ def _check_record(where: Where, tensor: StoredTensor, digest: str, recorded: Ten
         message = f"the manifest says {expected}, the file has {actual}"
         return Refusal("SHAPE_MISMATCH", message, where)
     if recorded.xxh3 != digest:
-        return Refusal("CORRUPT", CHANGED, where, _AGAIN)
+        return Refusal("CORRUPT", describe_change(recorded.xxh3, digest), where, _AGAIN)
     return None
 
 

@@ -107,6 +107,8 @@ class Witness(Overlay):
         self._starts = {file: [checksum.offset for checksum in ranges] for file, ranges in self._ranges.items()}
         self._tallies: dict[Checksum, Tally] = {}
         self._results: dict[Checksum, bool] = {}
+        self._wrong: dict[Checksum, int] = {}
+        """Range that does not match its checksum -> CRC-32 of its bytes."""
         self._lock = Lock()
 
     def add_read(
@@ -209,8 +211,7 @@ class Witness(Overlay):
                 tally.add(summed)
             start, stop = checksum.offset, checksum.end
             if len(tally.parts) == 1 and tally.parts[0][:2] == (start, stop):
-                self._results[checksum] = tally.parts[0][2] == checksum.crc32
-                del self._tallies[checksum]
+                self._settle(checksum, tally.parts[0][2])
 
     def combine_tallies(self, checksum: Checksum, tallies: Sequence[Tally]) -> None:
         """Combine the progress of several ranks in reading one range, and check the range if all of its bytes were
@@ -253,7 +254,7 @@ class Witness(Overlay):
             Refused: with the code CORRUPT for each range that is refused.
         """
         with self._lock:
-            wrong = {checksum: None for checksum, right in self._results.items() if not right}
+            wrong = dict.fromkeys(self._wrong)
         if wrong and places is not None:
             touched = (checksum for file, at, size in places for checksum in self._ranges_in(file, at, at + size))
             wrong = {checksum: None for checksum in touched if checksum in wrong}
@@ -263,6 +264,8 @@ class Witness(Overlay):
     def problem(self, checksum: Checksum) -> Refusal:
         """Return the refusal of a range that does not match its checksum."""
         message = f"{checksum.what}: its bytes do not match the checksum in the file"
+        if checksum in self._wrong:
+            message += f": CRC-32 {self._wrong[checksum]:08x}, expected {checksum.crc32:08x}"
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
 
     def _count_read(self, checksum: Checksum, start: int, stop: int) -> list[tuple[int, int]]:
@@ -277,8 +280,15 @@ class Witness(Overlay):
     def _check_whole(self, checksum: Checksum, crc: c_uint32) -> None:
         """Check a range that was read as a whole by one step, and whose checksum `crc` has been computed."""
         with self._lock:
-            self._results.setdefault(checksum, crc.value == checksum.crc32)
-            self._tallies.pop(checksum, None)
+            if checksum not in self._results:
+                self._settle(checksum, crc.value)
+
+    def _settle(self, checksum: Checksum, crc: int) -> None:
+        """Compare a range's CRC-32 with its stored checksum; the caller holds the lock."""
+        self._results[checksum] = crc == checksum.crc32
+        if not self._results[checksum]:
+            self._wrong[checksum] = crc
+        self._tallies.pop(checksum, None)
 
     def _count_one(self, checksum: Checksum, first: int, last: int, crc: c_uint32) -> None:
         """Count a part of a range that was read and whose checksum has been computed."""

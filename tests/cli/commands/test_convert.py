@@ -94,6 +94,16 @@ def test_the_report_as_json(ck: Path, transaxle: Transaxle) -> None:
     assert same(ck, Path("out"))
 
 
+def test_damaged_bytes_are_converted_on_request_and_reported(ck: Path, transaxle: Transaxle) -> None:
+    transaxle("convert", ck, "own", "--to", "hf").expect(0)
+    flip(Path("own/model.safetensors"), -1)
+    again = ("convert", "own", "out", "--to", "torchtitan")
+    transaxle(*again).expect(REFUSED, err=("CORRUPT  own · ", ", expected ", "--no-check-source (check_source=False)"))
+    assert not Path("out").exists()
+    outcome = transaxle(*again, "--no-check-source")
+    outcome.expect(0, out="source not checked (--no-check-source): damaged bytes of it are in the result too")
+
+
 def test_unknown_tensors_are_kept_and_listed(here: Path, transaxle: Transaxle) -> None:
     held = tensors() | {f"extra.{n}.scale": np.full(3, n, np.float32) for n in (0, 1, 4)}
     write(here / "more", held, config=CONFIG)

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from safetensors.numpy import save_file
 
 import transaxle as tx
-from tests.checkpoints import TENSORS, tiny
+from tests.checkpoints import tiny
 from tests.cli.running import flip
 from tests.engine import killed, quantized
 from tests.engine.distribute.test_executor import Backwards
-from transaxle.engine.checkpoint.manifest import HashWitness, watch_hashes
+from tests.engine.views.test_restated import CONFIG, HALF, Q, nvfp4, save, section
+from transaxle.engine.checkpoint.source_hashes import HashWitness, watch_hashes
 from transaxle.formats.registry import MANIFEST
 from transaxle.move import journal
 
@@ -76,12 +78,20 @@ def test_every_tensor_is_held_however_it_is_laid_out(to: str, tmp_path: Path) ->
     with tx.open(source) as checkpoint:
         places = [(name, entry.extents[0], entry.nbytes) for name, entry in checkpoint.container.entries.items()]
     damaged = places[::9]
-    for _, extent, size in damaged:
-        flip(source / extent.file, extent.offset + size - 1, bit=7)
+    messages = {}
+    for name, extent, size in damaged:
+        file, at = source / extent.file, extent.offset
+        expected = xxhash.xxh3_128_hexdigest(file.read_bytes()[at : at + size])
+        flip(file, at + size - 1, bit=7)
+        actual = xxhash.xxh3_128_hexdigest(file.read_bytes()[at : at + size])
+        change = f"the bytes were changed after they were written: xxh3-128 {actual}, expected {expected}"
+        messages[name] = f"in the source, {change} ({extent.file})"
     error = refused(source, tmp_path / "out", to=to)
-    assert {each.where.tensor for each in error.refusals} == {name for name, _, _ in damaged}
-    assert all("in the source, the bytes were changed after" in each.message for each in error.refusals)
+    assert {each.where.tensor: each.message for each in error.refusals} == messages
     assert all("convert an intact copy" in each.hint for each in error.refusals)
+    assert [each.message for each in tx.verify(source).problems] == [
+        messages[name].removeprefix("in the source, ").rpartition(" (")[0] for name, _, _ in damaged
+    ]
     (source / MANIFEST).unlink()
     report = tx.convert(source, tmp_path / "out", to=to, sync=False)
     assert report.source_against == "structure"
@@ -104,6 +114,49 @@ def test_what_is_computed_from_damaged_bytes_is_refused(options: dict[str, Any],
     flip(tmp_path / "own" / extent.file, extent.offset + 5)
     error = refused(tmp_path / "own", tmp_path / "out", to="hf", **options)
     assert [(each.code, each.where.tensor) for each in error.refusals] == [("CORRUPT", name)]
+
+
+def test_bytes_that_are_read_when_the_source_is_opened_are_held_too(tmp_path: Path) -> None:
+    """The numbers with which a convention is stored differently are read before the conversion begins."""
+    config = {**CONFIG, "quantization_config": section(HALF, "nvfp4-pack-quantized")}
+    source = tmp_path / "own"
+    tx.convert(save(tmp_path / "ck", nvfp4(300.0), config), source, to="identity", sync=False)
+    name = f"{Q}.weight_global_scale"
+    with tx.open(source) as checkpoint:
+        (extent,) = checkpoint.container.entries[name].extents
+    flip(source / extent.file, extent.offset)
+    with ThreadPoolExecutor(1) as threads:
+        ways: list[dict[str, Any]] = [{}, {"on": threads}]
+        for way in ways:
+            error = refused(source, tmp_path / "out", to="identity", restate="modelopt", **way)
+            assert [(each.code, each.where.tensor) for each in error.refusals] == [("CORRUPT", name)]
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_damaged_bytes_are_converted_on_request(to: str, tmp_path: Path) -> None:
+    """A checked run, a run on request and a checked run again, whoever reads; the result has just that one bit."""
+    source = form(tmp_path, to)
+    tx.convert(source, tmp_path / "intact", to="hf", sync=False)
+    _damage(source)
+    unchecked: dict[str, Any] = {"to": "hf", "check_source": False, "sync": False}
+    with tx.open(source) as opened, ThreadPoolExecutor(2) as threads:
+        assert refused(source, tmp_path / "out", to="hf").code == "CORRUPT"
+        ways: list[tuple[Any, dict[str, Any]]] = [
+            (source, {}), (opened, {}), (source, {"on": threads, "items": 5}), (source, {"resume": True}),
+        ]  # fmt: skip
+        for number, (src, way) in enumerate(ways):
+            with pytest.raises(tx.TransaxleError, match="expected"):
+                tx.convert(src, tmp_path / f"out-{number}", to="hf", sync=False, **way)
+            report = tx.convert(src, tmp_path / f"out-{number}", **unchecked, **way)
+            assert report.source_against == "unchecked"
+            (changed,) = tx.diff(tmp_path / "intact", tmp_path / f"out-{number}").differences
+            first, second = (_bits(tmp_path / side, changed.name) for side in ("intact", f"out-{number}"))
+            assert np.count_nonzero(first != second) == 1
+
+
+def _bits(folder: Path, name: str) -> Any:
+    with tx.open(folder) as checkpoint:
+        return np.unpackbits(np.frombuffer(checkpoint[name].tobytes(), np.uint8))
 
 
 def test_a_file_is_held_against_its_own_digests(tmp_path: Path) -> None:
@@ -149,7 +202,8 @@ def test_neither_side_of_a_merge_may_be_damaged(which: str, tmp_path: Path) -> N
 
 def _damage(source: Path) -> str:
     with tx.open(source) as checkpoint:
-        name, entry = list(checkpoint.container.entries.items())[TENSORS // 2]
+        entries = list(checkpoint.container.entries.items())
+        name, entry = entries[len(entries) // 2]
     flip(source / entry.extents[0].file, entry.extents[0].offset + 1)
     return name
 

@@ -39,10 +39,11 @@ from transaxle.axes.notation.family import Dialect, Line, Recode, Sizes, same
 from transaxle.axes.notation.name import is_outer, natural, skeleton
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.encoding import EncodedTensor
-from transaxle.engine.checkpoint.manifest import Manifest, with_hash_witness
+from transaxle.engine.checkpoint.manifest import Manifest
 from transaxle.engine.checkpoint.peft_adapter import adapter_config, in_dialect
 from transaxle.engine.checkpoint.recognise import IDENTITY, Reading, StoredNames, model_types, pick_dialect
 from transaxle.engine.checkpoint.settings import Settings, settings
+from transaxle.engine.checkpoint.source_hashes import with_hash_witness
 from transaxle.engine.checkpoint.stored_tensor import (
     Reopening,
     StoredTensor,
@@ -569,8 +570,7 @@ def open_checkpoint(
     view_options = {"decode": decode, "dtype": dtype, "merge": merge, "restate": restate}
     if len(several := [name for name, value in view_options.items() if value is not None]) > 1:
         raise TypeError(f"{' and '.join(several)} exclude each other; give only one")
-    source = read_path("path", path)
-    user = settings(**options)
+    source, user = read_path("path", path), settings(**options)
     choices = user.format, user.weights, partial(_cut_over_ranks, user), user.optimizer, user.ranks
     how: dict[str, Any] = {"average": user.average, "lenient": lenient, "naming": partial(_parameter_names, user)}
     container = with_hash_witness(open_container(source, *choices, config_above=user.config is None, **how))

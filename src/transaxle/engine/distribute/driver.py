@@ -21,7 +21,7 @@ import msgspec
 from transaxle.arguments import Overwrite, read_number_of_job, read_overwrite, wrong_type
 from transaxle.encodings.value_steps import MEASURED_BY_READING
 from transaxle.engine.carry import Report, make_report, seal, write_fragments
-from transaxle.engine.checkpoint.manifest import HashWitness
+from transaxle.engine.checkpoint.source_hashes import HashWitness
 from transaxle.engine.distribute.executors import Executor, InProcess, Pool, RayCluster, SubmitPool
 from transaxle.engine.distribute.item_work import CombinedResults, OpenPlan, do_item, lend_source, write_parts
 from transaxle.engine.distribute.work_place import division_of, refuse_existing, results_on, task_from, task_text
@@ -358,8 +358,9 @@ def commit(
         _take_files(plan, stage, results)
         foretold = {}  # the digests are inside the files, which workers have uploaded completely
     write_fragments(stage, prepared.draft.early_fragments())
-    _check_sums(prepared, results.values())
-    _check_hashes(prepared, results.values())
+    if prepared.check_source:
+        _check_sums(prepared, results.values())
+        _check_hashes(prepared, results.values())
     tensors = join_spans(prepared.plan, all_tensors_done(results.values()))
     errors = {name: error for result in results.values() for name, error in result.errors.items()}
     measured = {step: errors[step.name] for step in prepared.plan.recoded if step.action in MEASURED_BY_READING}
@@ -673,7 +674,9 @@ def _in_parts(cleared: CheckedPlan, limit: Limits, *, sync: bool) -> WorkPlan:
     source, to = cleared.checkpoint.path, f"{cleared.plan.format}:{cleared.plan.dialect}"
     return WorkPlan(
         program=program_version(),
-        order=ConversionOrder(source=source, target=target, to=to, reading={}),
+        order=ConversionOrder(
+            source=source, target=target, to=to, reading={}, shaping={"check_source": cleared.check_source}
+        ),
         task=cleared.task,
         overwrite=overwrite,
         sync=sync,

@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 
 from transaxle.engine.carry import PlanPart, carry, prove
-from transaxle.engine.checkpoint.manifest import HashWitness
+from transaxle.engine.checkpoint.source_hashes import HashWitness
 from transaxle.engine.distribute.work_place import WorkPlace, work_place
 from transaxle.engine.distribute.work_plan import WorkItem, WorkPlan, numbers, parse_plan, part_of_item
 from transaxle.engine.execute import state_of, task_of, watch_source
@@ -30,7 +30,7 @@ from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog import Recoding
 from transaxle.formats.checksums import Witness
 from transaxle.formats.storage.local import storage_error
-from transaxle.formats.storage.storage import Storage, is_url, layer
+from transaxle.formats.storage.storage import Storage, is_url, layer, recheck_versions
 from transaxle.formats.store.place import MOVES
 from transaxle.formats.store.staging import storage_at
 from transaxle.move.journal import ItemResult, Task, digest, error_text
@@ -192,11 +192,14 @@ def _do_part(
     start_time = time.monotonic()
     measured = prove(part, storage, recoding, limit, allow_lossy=True)
     finished = carry(part.tensors, storage, files, limit, progress=progress)
-    witness = layer(storage, Witness)
-    tallies = {} if witness is None else witness.take_tallies()
-    hashes = layer(storage, HashWitness)
-    proved = () if hashes is None else hashes.take_proved()
-    storage.recheck()
+    sums, hashes = layer(storage, Witness), layer(storage, HashWitness)
+    is_checked = plan.order.check_source
+    tallies = sums.take_tallies() if sums is not None and is_checked else {}
+    proved = hashes.take_proved() if hashes is not None and is_checked else ()
+    if is_checked:
+        storage.recheck()
+    else:
+        recheck_versions(storage)
     return ItemResult(
         task=plan.task,
         number=item.number,

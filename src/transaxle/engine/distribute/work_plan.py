@@ -101,6 +101,11 @@ class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
     degrees: Degrees | None = None
     """Parallel degrees of a target with separate files for each rank; None for all other targets."""
 
+    @property
+    def check_source(self) -> bool:
+        """Whether workers check what they read against the source's own hashes and checksums."""
+        return bool(self.shaping.get("check_source", True))
+
     @contextmanager
     def prepare(self) -> Iterator[Prepared]:
         """Return a context that opens the source and makes the plan; the files stay open until the context ends.

@@ -24,10 +24,10 @@ from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.checkpoint.manifest import edit_notes
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, other_meaning, pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG
+from transaxle.engine.checkpoint.source_hashes import edit_notes
 from transaxle.engine.duplicates import affine_steps, plan_checks
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, path_in, routes
 from transaxle.engine.plan.recoding import (
@@ -95,12 +95,12 @@ class Prepared(msgspec.Struct, frozen=True):
     """The open source checkpoint."""
     draft: Draft
     """The target's files, with the bytes (headers) that are known before any tensor is copied."""
+    check_source: bool = True
+    """Whether the bytes that are read are checked against the source's own hashes and checksums, if it has any."""
 
 
 HUB = (SAFETENSORS.name, "hf")
-"""File format and dialect of a model on a hub. A target for a hub has optimizer state only on request, because programs
-that download a model expect none.
-"""
+"""File format and dialect of a model on a hub; it has optimizer state only on request, because readers expect none."""
 
 
 def for_hub(to: str) -> bool:
@@ -118,6 +118,7 @@ def make_plan(
     shard_size: int = SHARD_SIZE,
     allow_lossy: bool = False,
     strict: bool = False,
+    check_source: bool = True,
     target: str | None = None,
     encode: Encode | None = None,
     degrees: Degrees | None = None,
@@ -130,6 +131,7 @@ def make_plan(
         shard_size: largest number of bytes of tensors in one file.
         allow_lossy: whether to allow the arithmetic of a dialect, which rounds values.
         strict: whether to refuse tensors that the target dialect does not know, instead of keeping their names.
+        check_source: whether the bytes that are read are checked against the source's own hashes and checksums.
         target: path or URL of the target; a target that is a single file has no shards.
         encode: which tensors to encode, and in which number format.
         degrees: parallel degrees of a target with separate files for each rank.
@@ -144,10 +146,8 @@ def make_plan(
     view, names, problems, notes = _translate(checkpoint, (form, label), encode, known_view, bare=label == to)
     unknown = checkpoint.refuse_foreign(label) or checkpoint.refuse_half_converted(label, view)
     problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *refuse_name(target, form)]
-    if strict and not unknown:
-        problems.extend(refuse_without_line(name, label) for name in view.kept_names)
-    single = is_one_file(target)
-    source = checkpoint.source_of(label)
+    problems += [refuse_without_line(name, label) for name in view.kept_names if strict and not unknown]
+    single, source = is_one_file(target), checkpoint.source_of(label)
     options = {**_draft_options(checkpoint, view, source, get_format(form), problems), "sealed": single}
     plain = (item.name for item in checkpoint.container.training if item.path in options["training"])
     outputs = _outputs_by_name(_outputs(view, names, encode, plain), problems)
@@ -185,7 +185,7 @@ def make_plan(
         counted=axes_without_size(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
         notes=(*draft.notes, *notes, *_target_notes(checkpoint, draft, configs, to, None if single else carried)),
     )
-    return Prepared(plan, checkpoint, draft)
+    return Prepared(plan, checkpoint, draft, check_source)
 
 
 def _with_other_files(

@@ -281,7 +281,7 @@ class VirtualFiles(Overlay):
     ) -> None:
         super().__init__(below)
         self._files = files
-        self._others = others
+        self.others = others
         self._listed = listed
 
     def listing(self, folder: str = "") -> Listing:
@@ -291,13 +291,13 @@ class VirtualFiles(Overlay):
 
     def recheck(self) -> None:
         """Check that no file that was read has changed, in `below` and in `others`; see `Storage.recheck`."""
-        for storage in self._others:
+        for storage in self.others:
             storage.recheck()
         super().recheck()
 
     def close(self) -> None:
         """Close `below` and all of `others`; see `Storage.close`."""
-        for storage in self._others:
+        for storage in self.others:
             storage.close()
         super().close()
 
@@ -355,6 +355,17 @@ def lowest(storage: Storage) -> Storage:
     while isinstance(storage, Overlay):
         storage = storage.below
     return storage
+
+
+def recheck_versions(stack: Storage) -> None:
+    """Check, as `Storage.recheck`, that no file has changed since it was read, but compare no bytes with checksums and
+    hashes.
+    """
+    while isinstance(stack, Overlay):
+        for storage in stack.others if isinstance(stack, VirtualFiles) else ():
+            recheck_versions(storage)
+        stack = stack.below
+    stack.recheck()
 
 
 def split_name(name: str) -> tuple[str, ...]:
