@@ -211,6 +211,24 @@ def _stacked(layers: Shapes) -> Shapes:
     return {**{name: shape for name, shape in layers.items() if ".experts." not in name}, **stacks}
 
 
+@pytest.mark.parametrize("family", AHEAD)
+def test_the_config_alone_shows_all_tensors_of_the_layers_ahead(family: str) -> None:
+    config, model, layers = model_of(family)
+    hf = some(builtin()[family].dialect("hf"))
+    with_layers = Model(builtin()[family], Sizes(builtin()[family], config), tp=0, ahead=True)
+    assert dict(with_layers.stored_shapes(hf)) == {**model, **layers}
+    assert len(layers.keys() - model.keys()) > 11
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_the_config_alone_shows_the_tensors_that_the_source_names(case: str) -> None:
+    name, config, shapes = CASES[case]
+    family = builtin()[name]
+    model = Model(family, Sizes(family, {**EVERY_SIZE, "model_type": name, **config}), tp=0, ahead=True)
+    stored = dict(model.stored_shapes(some(family.dialect("hf"))))
+    assert {name: shape for name, shape in stored.items() if "mtp" in name} == shapes
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", AHEAD)
 def test_a_layer_ahead_is_whole_or_refused(family: str) -> None:

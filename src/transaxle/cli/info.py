@@ -276,6 +276,7 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
         ]
     lines += [
         ("unknown", _some(screen, list(fold_to_text(tuple(facts["unknown"]))))),
+        *(("" if number else "missing", lack["text"]) for number, lack in enumerate(facts["missing"])),
         (
             "holds",
             ", ".join(

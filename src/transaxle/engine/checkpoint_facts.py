@@ -26,6 +26,7 @@ from transaxle.axes.notation.family import Dialect, Family
 from transaxle.axes.notation.name import skeleton
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.manifest import load, stale
+from transaxle.engine.checkpoint.promised import find_lacks
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Code, Refusal, TransaxleError, refuse
@@ -134,6 +135,7 @@ def _contents(checkpoint: Checkpoint) -> JsonFacts:
         "dtypes": {code: {"tensors": count[code], "bytes": nbytes} for code, nbytes in dtypes.most_common()},
         "encodings": _encodings(checkpoint),
         "misfits": [refusal.as_json() for refusal in checkpoint.catalog.refusals],
+        "missing": [lack.as_json() for lack in find_lacks(checkpoint)],
         "files": dict(container.files),
         "carried": list(container.carried),
         "ignored": list(container.ignored),

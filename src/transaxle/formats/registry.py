@@ -732,10 +732,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 _MODEL_FILES = (
     CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
     "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "spiece.model", "sentencepiece", "tiktoken", "tekken.json",
 )  # fmt: skip
-"""Beginnings of the names of the small files that belong to a model. If the source is a single tensor file, which may
-be in any folder, or the folder of a training run, which also contains logs, then only files with these names are
-copied."""
+"""Beginnings of the names of the small files of a model. Only these are copied with a single tensor file, which may be
+in any folder, and from the folder of a training run, which also contains logs."""
 _DOCUMENTS = (".md", "license", "license.txt", "notice", "notice.txt")
 """Endings of the names of files that only people read."""
 

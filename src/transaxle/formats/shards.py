@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -276,6 +276,7 @@ def check_agreement(
                 faults.add("CORRUPT", f"the tensor is not in the index {index}", shard, name)
             holders[name] = shard
             entries[name] = entry
+    lacking: defaultdict[str, list[str]] = defaultdict(list)
     for name, shard_name in weight_map.items():
         shard = f"{begin}{shard_name}"
         if shard not in shards or name in shards[shard]:
@@ -285,9 +286,12 @@ def check_agreement(
                 "CORRUPT", f"the index {index} places the tensor here, but it is in {holders[name]}", shard, name
             )
         else:
-            faults.add(
-                "INCOMPLETE", f"the index {index} places the tensor here, but the shard does not have it", shard, name
-            )
+            lacking[shard].append(name)
+    for shard, (name, *more_names) in lacking.items():
+        message = f"the index {index} places the tensor here, but the shard does not have it"
+        if more_names:
+            message += f", nor {len(more_names):,} more that the index places here: {more_names[0]}, …"
+        faults.add("INCOMPLETE", message, shard, name, hint="Copy or download the file again, with its index.")
     return entries
 
 

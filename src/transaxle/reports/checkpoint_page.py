@@ -274,6 +274,7 @@ def _name_notices(facts: JsonFacts, rows: Sequence[LayoutRow]) -> Iterator[Notic
         more_misfits = f" And {len(facts['misfits']) - 1:,} more." if len(facts["misfits"]) > 1 else ""
         place = first["tensor"] or first["file"] or ""
         yield Notice("Scales that do not fit", f"{place} {first['message']}{more_misfits}".strip())
+    yield from (Notice("Missing", lack["text"]) for lack in facts["missing"])
 
 
 def _shape_notices(rows: Sequence[LayoutRow]) -> Iterator[Notice]:

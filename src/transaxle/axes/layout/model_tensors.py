@@ -8,7 +8,7 @@ expert's number.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -25,9 +25,13 @@ _MOST_INDICES = 100_000
 """Maximum number of layers of one kind; needed because a config file may claim any number of layers."""
 _ROWS = 128
 """Megatron pads the vocabulary to a multiple of this number of rows times the number of tensor-parallel ranks."""
-_AHEAD = "ahead_"
-"""Name prefix of the logical tensors in multi-token-prediction layers, which inference engines keep as separate
+_AHEAD = ("ahead_", "mtp_")
+"""Name prefixes of the logical tensors in multi-token-prediction layers, which inference engines keep as separate
 models.
+"""
+_LAYER, _DEPTH = "l", "L"
+"""The axis of layers, and the axis whose size is the number of the first multi-token-prediction layer, if these layers
+are numbered after the others.
 """
 _ROUNDS = 12
 """Maximum number of rounds in which conditions that depend on the presence of other tensors are evaluated."""
@@ -61,6 +65,12 @@ class Model:
     """Sizes of the family's axes, from the model's config."""
     tp: int = 1
     """Number of tensor-parallel ranks, on which the padding of the vocabulary depends; 0 means no padding."""
+    ahead: bool = False
+    """Whether the model has its multi-token-prediction layers, about which a config alone does not decide."""
+    stored: frozenset[str] = frozenset()
+    """Logical tensors that a checkpoint of the model has in some layer. They are present in all layers in which the
+    config does not rule them out.
+    """
     _emptied: dict[frozenset[str], Sizes] = field(default_factory=dict)
     undecided: set[str] = field(default_factory=set)
     """Logical tensors whose presence in the model the config does not determine; they are treated as absent."""
@@ -81,8 +91,8 @@ class Model:
         absent.
 
         The condition of a tensor may depend on the presence of other tensors, even in a circle. Tensors whose
-        conditions refer only to one another count as absent. These are the tensors of multi-token-prediction layers,
-        which trainers and inference engines keep separately.
+        conditions refer only to one another count as absent, unless `ahead` is true. These are the tensors of
+        multi-token-prediction layers, which trainers and inference engines keep separately.
 
         Raises:
             UsageError: with the code UNKNOWN_AXIS if the config does not show the number of layers.
@@ -91,21 +101,37 @@ class Model:
         layers: dict[str, set[Index]] = {name: set() for name in self.family.tensors}
         candidates = {name: list(self._indices(self.axes_of(name))) for name in self.family.tensors}
         candidates = {name: indices for name, indices in candidates.items() if name not in self.sizes.originals}
+        if self.ahead:  # the circles begin with all tensors present, and those whose conditions are false go
+            for name, indices in candidates.items():
+                layers[name].update(index for index in indices if self.is_ahead(name, index))
         for _ in range(_ROUNDS):
-            before = sum(map(len, layers.values()))
+            before = {name: len(indices) for name, indices in layers.items()}
             self.undecided.clear()
             for name, indices in candidates.items():
                 when = self.family.tensors[name].when
                 self._refuse_experts(when, name)
                 for index in indices:
                     value = self.holds(when, dict(zip(self.axes_of(name), index, strict=True)), layers)
-                    if value is None:
+                    if value is None and name not in self.stored:
                         self.undecided.add(name)
-                    elif value:
+                    if value or (value is None and name in self.stored):
                         layers[name].add(index)
-            if sum(map(len, layers.values())) == before:
+                    elif self.ahead:
+                        layers[name].discard(index)
+            if {name: len(indices) for name, indices in layers.items()} == before:
                 break
         return {name: frozenset(indices) for name, indices in layers.items()}
+
+    def is_ahead(self, tensor: str, index: Index) -> bool:
+        """Return whether a logical tensor belongs to a multi-token-prediction layer.
+
+        Args:
+            tensor: name of the logical tensor.
+            index: index of its layer, along the axes of `axes_of`.
+        """
+        depth = self.sizes.at({}).get(_DEPTH)
+        at = dict(zip(self.axes_of(tensor), index, strict=True))
+        return tensor.startswith(_AHEAD) or (depth is not None and at.get(_LAYER, -1) >= depth)
 
     def axes_of(self, tensor: str) -> tuple[str, ...]:
         """Return those axes of a logical tensor whose indices are layer numbers."""
@@ -148,8 +174,14 @@ class Model:
                             sure.add((component, at))
         return kinds
 
-    def stored_shapes(self, dialect: Dialect) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def stored_shapes(
+        self, dialect: Dialect, among: Mapping[str, Collection[Index]] | None = None
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of every tensor that the model has in a dialect, including one tensor per expert.
+
+        Args:
+            dialect: a dialect of the family.
+            among: logical tensor -> layers; only tensors with one of these in them are yielded. None means all.
 
         Raises:
             TransaxleError: the errors that `kinds` raises.
@@ -157,6 +189,8 @@ class Model:
         yielded: set[tuple[int, Index]] = set()
         for component, by_layer in self.kinds(dialect).items():
             for layer, kind in by_layer.items():
+                if among is not None and layer not in among.get(component, ()):
+                    continue
                 fixed = dict(zip(self.axes_of(component), layer, strict=True))
                 key = id(kind.line), tuple(fixed[axis] for axis in kind.axes)
                 if key in yielded:

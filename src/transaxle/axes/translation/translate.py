@@ -52,10 +52,12 @@ from transaxle.axes.translation.holdings import (
 )
 from transaxle.axes.translation.unmatched import (
     HEAD,
+    AbsentTensor,
     AddedTensors,
     LineConditions,
     Unplaced,
     classifies,
+    find_absent,
     refuse_beyond,
     refuse_contradicted,
     refuse_incomplete,
@@ -766,3 +768,19 @@ def translate(
     bound = with_kept(bound, target, sizes, stored)
     state_lines = _state_lines(bound, target, sizes, trained, split_by_format=split_by_format)
     return _Translator(bound, stored, target, sizes, recode, state_lines).run(partial=partial)
+
+
+def absent_tensors(bound: BoundNames, stored: Mapping[str, Stored], sizes: Sizes) -> list[AbsentTensor]:
+    """Return the tensors that a model must have and a checkpoint lacks; arguments as those of `translate`.
+
+    The result is empty if the tensors contradict the sizes of the model, or if too many are absent to count them.
+
+    Raises:
+        TransaxleError: the errors that `solve_sizes` raises.
+    """
+    bound = with_kept(bound, bound.dialect, sizes, stored)
+    translator = _Translator(bound, stored, bound.dialect, sizes, same, ())
+    holdings = translator.holdings
+    if holdings.contradictions or holdings.broken:
+        return []
+    return find_absent(holdings, translator.tied) or []

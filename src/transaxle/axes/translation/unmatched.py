@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -336,7 +337,9 @@ _BESIDE = 4
 """Maximum number of further target tensors of the same mapping rule that an error lists after the first."""
 _COUNTED = 10_000
 """Maximum number of missing tensors that are counted; a config may claim a billion layers."""
-_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers")
+AHEAD_KEYS = (
+    "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules",
+)  # fmt: skip
 """Config keys for the number of multi-token-prediction layers, which many checkpoints number after the last layer."""
 _BEYOND = (
     "Correct --axis {axis}=N or --config, if you gave them; otherwise the config.json of the checkpoint is that of a "
@@ -367,8 +370,19 @@ _ADAPTED = (
 )
 
 
-def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
-    """Refuse a checkpoint that lacks tensors which its model must have.
+class AbsentTensor(NamedTuple):
+    """A stored tensor that a model must have and a checkpoint lacks."""
+
+    name: str
+    """Name of the tensor; its pattern, as the table has it, if `in_no_layer`."""
+    tensor: LogicalTensor
+    """One of the logical tensors in it."""
+    in_no_layer: bool
+    """Whether the checkpoint stores the logical tensor in no layer."""
+
+
+def find_absent(holdings: Holdings, tied: Container[str]) -> list[AbsentTensor] | None:
+    """Return the tensors that a model must have and a checkpoint lacks; None if there are too many to count.
 
     Args:
         holdings: where the checkpoint stores each logical tensor.
@@ -376,9 +390,17 @@ def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]
     """
     budget = iter(range(_ASKED))
     # A missing stored tensor that contains several logical tensors counts once.
-    missing = list(islice(_each_once(_find_missing(holdings, tied, budget)), _COUNTED))
-    if not missing and next(budget, None) is None:
+    absent = list(islice(_each_once(_walk_absent(holdings, tied, budget)), _COUNTED))
+    return None if not absent and next(budget, None) is None else absent
+
+
+def refuse_incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
+    """Refuse a checkpoint that lacks tensors which its model must have; arguments as those of `find_absent`."""
+    absent = find_absent(holdings, tied)
+    if absent is None:
         missing = [f"(the config claims more layers or experts than can be checked: {_ASKED} of them are missing)"]
+    else:
+        missing = [f"{each.name} (in no layer)" if each.in_no_layer else each.name for each in absent]
     if not missing:
         return []
     bound = holdings.bound
@@ -455,7 +477,7 @@ def refuse_beyond(bound: BoundNames, sizes: Sizes) -> Iterator[Refusal]:
     """
     names_beyond: dict[tuple[Line, str], list[tuple[int, str]]] = defaultdict(list)
     known_sizes = sizes.at({})
-    numbers = [sizes.settings.get(key) for key in _AHEAD]
+    numbers = [sizes.settings.get(key) for key in AHEAD_KEYS]
     ahead = max((number for number in numbers if isinstance(number, int)), default=0)
     for name in bound.unknown:
         parameter = split_slot(bound.own.get(name, name))[0]
@@ -517,15 +539,15 @@ def refuse_unfilled(lacking: Mapping[tuple[Line, tuple[str, ...]], Sequence[str]
         yield Refusal("MISSING_TENSOR", message, Where(None, first))
 
 
-def _each_once(names: Iterator[str]) -> Iterator[str]:
-    yielded = set[str]()
-    for name in names:
-        if name not in yielded:
-            yielded.add(name)
-            yield name
+def _each_once(absent: Iterator[AbsentTensor]) -> Iterator[AbsentTensor]:
+    names = set[str]()
+    for tensor in absent:
+        if tensor.name not in names:
+            names.add(tensor.name)
+            yield tensor
 
 
-def _find_missing(holdings: Holdings, tied: Container[str], budget: Iterator[int]) -> Iterator[str]:
+def _walk_absent(holdings: Holdings, tied: Container[str], budget: Iterator[int]) -> Iterator[AbsentTensor]:
     known_sizes = holdings.sizes.at({})
     is_headless = classifies(holdings.bound)
     for tensor in holdings.bound.family.tensors.values():
@@ -535,15 +557,12 @@ def _find_missing(holdings: Holdings, tied: Container[str], budget: Iterator[int
             continue
         lines = holdings.sources.get((tensor.name, WEIGHT), [])
         if lines:
-            yield from _names_missing(holdings, lines, tensor, budget)
+            for name in _absent_names(holdings, lines, tensor, budget):
+                yield AbsentTensor(name, tensor, in_no_layer=False)
         elif tensor.name in HEAD and is_headless:
             continue
         elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
-            yield (
-                f"{_display_name(holdings.bound, tensor)} (in no layer)"
-                if numbered
-                else _display_name(holdings.bound, tensor)
-            )
+            yield AbsentTensor(_display_name(holdings.bound, tensor), tensor, in_no_layer=bool(numbered))
 
 
 def _display_name(bound: BoundNames, tensor: LogicalTensor) -> str:
@@ -607,7 +626,7 @@ def _begin_with(count: int, numbers: Sequence[int]) -> bool:
     return count <= len(numbers) and (count == 0 or numbers[count - 1] == count - 1)
 
 
-def _names_missing(
+def _absent_names(
     holdings: Holdings, lines: list[LineSources], tensor: LogicalTensor, budget: Iterator[int]
 ) -> Iterator[str]:
     """Yield the names that are missing: one for every index at which the tensor must exist, but no mapping rule stores

@@ -25,6 +25,7 @@ from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
+from transaxle.engine.checkpoint.promised import find_lacks
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, other_meaning, pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.checkpoint.source_hashes import edit_notes
@@ -158,8 +159,9 @@ def make_plan(
     container, recoding = checkpoint.container, checkpoint.container.recoding
     recodes = bool(names or recoding.computed or recoding.configs)
     restated = not single and (recodes or label != IDENTITY or checkpoint.settings.config is not None)
-    configs = rewrite_configs(checkpoint, (form, label), view, outputs.values(), problems) if restated else {}
-    draft, carried = _with_other_files(checkpoint, draft, configs, problems, single=single)
+    left_out: Mapping[str, bytes | None] = dict.fromkeys(container.carried if single else ())
+    configs = rewrite_configs(checkpoint, (form, label), view, outputs.values(), problems) if restated else left_out
+    draft, carried = _with_other_files(checkpoint, draft, configs, problems)
     reading = checkpoint.reading if label != IDENTITY else None
     plan = Plan(
         source=as_text(checkpoint.path),
@@ -189,12 +191,7 @@ def make_plan(
 
 
 def _with_other_files(
-    checkpoint: Checkpoint,
-    draft: Draft,
-    configs: Mapping[str, bytes | None],
-    problems: list[Refusal],
-    *,
-    single: bool,
+    checkpoint: Checkpoint, draft: Draft, configs: Mapping[str, bytes | None], problems: list[Refusal]
 ) -> tuple[Draft, dict[str, int]]:
     """Return the target's draft with rewritten configs, and the sizes of the files that are copied unchanged.
 
@@ -203,10 +200,9 @@ def _with_other_files(
         draft: layout of the files with tensors.
         configs: file name -> new content; None means that the file is omitted.
         problems: list to which refusals of files that cannot be copied are added.
-        single: whether the target is a single file.
     """
     carried = {name: size for name, size in _files_to_copy(checkpoint, draft, problems).items() if name not in configs}
-    problems.extend(refuse_clashes((*draft.files, *(() if single else carried))))
+    problems.extend(refuse_clashes((*draft.files, *carried)))
     folder = get_format(draft.format).model_folder
     texts = {path_in(folder, name): text for name, text in configs.items() if text is not None}
     return draft.with_files(texts), {path_in(folder, name): size for name, size in carried.items()}
@@ -397,6 +393,7 @@ def _translate(
         notes = [*notes, *state_notes(checkpoint, view, target_dialect)]
     inexact, of_restated = check_restated(checkpoint, to, view)
     notes = (*view.notes, *notes, *of_restated, *unread_code_notes(view, names, form, target_dialect))
+    notes = (*notes, *(lack.text for lack in find_lacks(checkpoint, required=target_dialect == IDENTITY)))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits, *inexact], notes
 
 

@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Container as Holding
+from contextlib import suppress
 from math import isinf, prod
 from typing import Any
 
@@ -57,8 +58,9 @@ from transaxle.engine.views.encoded import View
 from transaxle.engine.wording import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, in_both_languages
 from transaxle.formats.catalog import Container, Entry, Extent, Recoding
-from transaxle.formats.registry import SAFETENSORS
+from transaxle.formats.registry import SAFETENSORS, is_of_model
 from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles, is_url
+from transaxle.formats.store.staging import storage_at
 from transaxle.move.workers import Limits, limits, run_workers
 
 _FILE = "\0restated "
@@ -578,6 +580,11 @@ def place_notes(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"the source is {checkpoint.path}, which was found in the folder that you gave"
     if container.config_path:
         yield f"{CONFIG} is {container.config_path}, since the folder of the source has none"
+        folder = container.config_path.removesuffix(CONFIG)
+        with suppress(TransaxleError):  # a folder that cannot be listed has nothing to name
+            names = [name for name in storage_at(folder).listing().names if name != CONFIG and is_of_model(name)]
+            if uncopied := [name for name in names if name not in container.carried]:
+                yield f"these files beside it are not copied: {', '.join(sorted(uncopied))}"
 
 
 def config_notes(checkpoint: Checkpoint, files: Holding[str]) -> tuple[str, ...]:
