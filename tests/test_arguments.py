@@ -27,7 +27,7 @@ ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant, tx.refit)
 RESULTS = {
     "Check", "Checkpoint", "Comparison", "Explanation", "Finding", "Leftover", "LoadReport", "Path", "Plan",
     "QuantizedTensor", "Refusal", "Report", "RefitReport", "ReshardReport", "SaveJob", "SaveReport", "StoredTensor",
-    "Table", "TransaxleError", "Verification",
+    "Support", "Table", "TransaxleError", "Verification",
 }  # fmt: skip
 """Classes that functions return: their constructors are called by nobody else."""
 METHODS = (
@@ -48,8 +48,10 @@ OTHERWISE = {
     "bias": "whether a layer has one; of a product, the bias itself",
     "device": "of files of ranks, the type of their mesh; of tensors, where they are",
     "ranks": "names of a job's files, one for each rank; of a group, its ranks",
+    "mesh": "of a conversion, how many ranks; of a layer, these themselves",
     "on": "of a conversion, who carries it out; of tensors put together, the ranks that get them",
     "shape": "of a matrix; of a matrix or a stack of them",
+    "source": "of a conversion, what files have; of a refit, live weights",
     "src": "a checkpoint; of a report also a plan",
     "tensor": "what is converted, from one package to another",
     "values": "of a report, whether they are measured; of a quantized tensor, what it takes",
@@ -157,6 +159,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "named_tensors": given(state=state), "sharding": given(state=state),
         "VllmRefit": given(src_state=state, engine="http://127.0.0.1:1"), "VllmRefit.push": given(self=None),
         "VllmSource": given(state=state), "meet": given(address="127.0.0.1:1", number=0, size=1),
+        "supports": given(config={}, target="hf"),
         "state_dict_as": recast, "loadable_as": recast, "AccelerateHooks": given(model=model),
         "LightningCheckpoints": given(module=model), "tensor_parallel": given(model=model, mesh=None),
         "GroupedLinear": given(num_gemms=1, in_features=2, out_features=2),

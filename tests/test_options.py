@@ -90,7 +90,7 @@ def test_options_without_a_docstring_are_documented_by_open_or_convert() -> None
     assert set(VERBS["convert"]) - set(OPENING) <= documented(tx.convert)
     for verb, function in FUNCTIONS.items():
         own = set(inspect.signature(function).parameters) - documented(function)
-        referred = set(OPENING) if verb != "plan" else set(VERBS["convert"])
+        referred = set(VERBS["convert"] if verb in {"plan", "supports"} else OPENING)
         assert own <= referred, (verb, own - referred)
 
 

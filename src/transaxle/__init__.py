@@ -43,11 +43,13 @@ _ELSEWHERE = {
     "SaveReport": "live.model.destination",
     "Sharding": "engine.checkpoint_facts",
     "StoredTensor": "engine.checkpoint.stored_tensor",
+    "Support": "engine.support",
     "Table": "derivation.sources",
     "TrainerCheckpoints": "live.integrations.hugging_face",
     "Verification": "engine.verification",
     "as_runs": "live.global_tensors",
     "async_save": "live.asynchronous",
+    "derive": "derivation.sources",
     "explain": "engine.explanations",
     "load": "live.load",
     "loadable_as": "live.state_dict_adapter",
@@ -65,7 +67,7 @@ _ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
 
 if TYPE_CHECKING:
     from transaxle import nn, parallel, quant, refit
-    from transaxle.derivation.sources import Table
+    from transaxle.derivation.sources import Table, derive
     from transaxle.engine.carry import Report
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
     from transaxle.engine.checkpoint.stored_tensor import StoredTensor
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from transaxle.engine.distribute.executors import Executor
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.plan.planned import Plan
+    from transaxle.engine.support import Support
     from transaxle.engine.verification import Verification
     from transaxle.formats.store.leftovers import Leftover
     from transaxle.live.asynchronous import SaveJob, async_save, prepare_async
@@ -91,7 +94,7 @@ if TYPE_CHECKING:
     from transaxle.readers.findings import Finding
     from transaxle.refit.refitting import Refit, RefitReport
     from transaxle.reports.reporting import report
-    from transaxle.verbs import check, check_rules, clean, convert, derive, diff, info, open, plan, verify  # noqa: A004
+    from transaxle.verbs import check, check_rules, clean, convert, diff, info, open, plan, supports, verify  # noqa: A004
 
 
 def __getattr__(name: str) -> Any:
@@ -155,6 +158,7 @@ __all__ = [
     "SaveReport",
     "Sharding",
     "StoredTensor",
+    "Support",
     "Table",
     "TrainerCheckpoints",
     "TransaxleError",
@@ -184,5 +188,6 @@ __all__ = [
     "save",
     "sharding",
     "state_dict_as",
+    "supports",
     "verify",
 ]

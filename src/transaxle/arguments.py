@@ -23,6 +23,7 @@ from transaxle.options import OPTIONS, VERBS, Option, combination_error
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @runtime_checkable
@@ -55,6 +56,9 @@ Weights: TypeAlias = Literal["fp32", "lp"]
 """Which weights of a DeepSpeed or Megatron checkpoint to read: those of the optimizer (`fp32`) or of the model
 (`lp`).
 """
+
+Mesh: TypeAlias = "Mapping[str, int] | DeviceMesh"
+"""Parallel degrees: name of each mesh dim -> its number of ranks, as a mapping or as a device mesh of torch."""
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWERS = "kmgt"
@@ -383,6 +387,31 @@ def read_degrees(options: Mapping[str, Any]) -> Degrees | None:
     if options.get("device") is not None:
         fields["device"] = read_text("device", options["device"], "cpu")
     return Degrees(**fields) if fields else None
+
+
+_MESH_DIMS = {"tp": "tp", "pp": "pp", "ep": "ep", "dp": "dp", "fsdp": "dp"}
+"""Name of a mesh dim -> the option for its degree."""
+
+
+def read_mesh(mesh: object) -> dict[str, int]:
+    """Return option name (`tp`, `pp`, `ep`, `dp`) -> number of ranks; empty if the mesh is None.
+
+    Raises:
+        TypeError: if the value is neither a mapping nor a device mesh with named dims.
+        UsageError: with the code UNKNOWN_AXIS if a dim is none of these, or is given twice.
+    """
+    names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
+    sizes = dict(zip(names, shape, strict=True)) if names and shape else {} if mesh is None else mesh
+    if not isinstance(sizes, Mapping):
+        raise wrong_type("mesh", 'a mapping such as {"tp": 2}, or a device mesh whose dims have names', mesh)
+    degrees: dict[str, int] = {}
+    for dim, count in sizes.items():
+        option = _MESH_DIMS.get(dim) if isinstance(dim, str) else None
+        if option is None or option in degrees:
+            problem = "is no dim of a target's ranks" if option is None else f"is a second dim for {option}"
+            raise refuse("UNKNOWN_AXIS", f"mesh: {dim!r} {problem}", hint=f"Dims: {', '.join(_MESH_DIMS)}.")
+        degrees[option] = read_count(f"mesh[{dim!r}]", count)
+    return degrees
 
 
 def read_patterns(argument: str, value: object) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ The module `options` documents every option; tests compare the signatures in thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from transaxle.arguments import (
     Axes,
     Config,
     DType,
+    Mesh,
     Overwrite,
     PathLike,
     Patterns,
@@ -21,22 +22,19 @@ from transaxle.arguments import (
     Weights,
     read_degrees,
     read_flag,
-    read_optional_text,
+    read_mesh,
     read_options,
     read_path,
     read_source,
     read_text,
     suggests,
-    wrong_type,
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, open_source
-from transaxle.engine.checkpoint.settings import model_config
 from transaxle.engine.observers import Progress, Unverified, Unwatched, Watch, no_progress, report_progress
 from transaxle.errors import Refused
 from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
 
 if TYPE_CHECKING:
-    from transaxle.derivation.sources import Table
     from transaxle.engine.carry import Report
     from transaxle.engine.compare import Comparison
     from transaxle.engine.distribute.driver import On
@@ -44,13 +42,12 @@ if TYPE_CHECKING:
     from transaxle.engine.execute import CheckedPlan
     from transaxle.engine.plan.conversion import Prepared
     from transaxle.engine.plan.planned import Plan
+    from transaxle.engine.support import Support
     from transaxle.engine.verification import Verification
+    from transaxle.engine.views.encode import Encode
     from transaxle.formats.store.leftovers import Leftover
     from transaxle.readers.checking import Check
     from transaxle.reports.reporting import ConversionPage
-
-_CONVERTED = ("hf", "converted")
-"""Default names of the two dialects in a table that is derived from a function: of its input and of its output."""
 
 
 @suggests
@@ -219,6 +216,15 @@ def is_lead() -> bool:
     return is_lead()
 
 
+def _encode_request(options: Mapping[str, Any]) -> Encode | None:
+    """Return which tensors the user wants to encode; None for no tensors."""
+    if (encoding := options.get("encode")) is None:
+        return None
+    from transaxle.engine.views.encode import Encode
+
+    return Encode(encoding, options.get("only", ()), options.get("skip", ()), options.get("group_size") or 0)
+
+
 class _Conversion:
     """A conversion that the user has requested, with options that have been checked.
 
@@ -241,16 +247,13 @@ class _Conversion:
     """
 
     def __init__(self, src: CheckpointLike, dst: PathLike, options: Mapping[str, Any], watch: Watch) -> None:
-        from transaxle.engine.views.encode import Encode
         from transaxle.move.workers import limits
 
         self._src, self._options, self._watch = src, options, watch
         self.target = read_path("dst", dst)
-        encode = options.get("encode")
-        patterns = options.get("only", ()), options.get("skip", ())
-        self._encode = None if encode is None else Encode(encode, *patterns, options.get("group_size") or 0)
+        self._encode = _encode_request(options)
         self._degrees, self._shaping = read_degrees(options), select(options, SHAPING)
-        self.opening = select(options, OPENING if encode is None else READING)
+        self.opening = select(options, OPENING if self._encode is None else READING)
         self.limit = limits(options.get("jobs"), options.get("memory"))
         self._together = options.get("on") == "torchrun"
         self._leads = not self._together or is_lead()
@@ -565,6 +568,70 @@ def convert(
 
 
 @suggests
+def supports(
+    config: Config,
+    target: str,
+    source: str = "safetensors:hf",
+    mesh: Mesh | None = None,
+    *,
+    family: str | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    decode: DType | None = None,
+    restate: str | None = None,
+    dtype: DType | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+    allow_lossy: bool = False,
+    strict: bool = False,
+    encode: str | None = None,
+    group_size: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    dp: int | None = None,
+    device: str | None = None,
+    make_vocab_size_divisible_by: int | None = None,
+) -> Support:
+    """Say from a model's config alone, without any file, whether a conversion works, and why not.
+
+    The tables say which tensors the model has in the dialect of the source; the conversion of these is planned as
+    `plan` plans it for files. Quantized weights are those that the config's `quantization_config` describes.
+
+    Args:
+        config: the model's config: a path, a mapping, or an object with `to_dict()`.
+        target: format and dialect of the target, as `to` of `convert` has it.
+        source: format and dialect of the source: `FORMAT:DIALECT`, or one of both, as in `target`.
+        mesh: parallel degrees of a target with files for each rank, in place of `tp`, `pp`, `ep` and `dp`:
+            `{"tp": 2, "ep": 4}`, or a device mesh of torch whose dims have these names; `fsdp` means `dp`.
+
+    The other arguments are those of `open` and `convert`.
+
+    Returns:
+        The answer, which is true if the conversion works; `.refusals` are the reasons against it, with the codes that
+        `plan` would have, and `.notes` what programs that load the target need to know.
+
+    Raises:
+        TypeError: if an argument has a wrong type, or options exclude each other.
+        Refused: with the code UNSUPPORTED if the config does not determine the answer, because it depends on values or
+            on files.
+        UsageError: with the code AMBIGUOUS or UNKNOWN_AXIS if the config does not say which tensors the model has.
+    """
+    options = read_options("supports", locals())
+    from transaxle.engine.checkpoint.settings import settings
+    from transaxle.engine.support import answer
+
+    source, target = read_text("source", source, "safetensors:hf"), read_text("target", target, "dcp:torchtitan")
+    degrees = read_degrees({**read_mesh(mesh), **options})
+    return answer(
+        settings(config=config, **select(options, ("family", "axes", "rules"))),
+        (source, target),
+        select(options, ("decode", "restate", "dtype", "only", "skip")),
+        {"encode": _encode_request(options), "degrees": degrees, **select(options, SHAPING)},
+    )
+
+
+@suggests
 def verify(
     a: CheckpointLike,
     b: CheckpointLike | None = None,
@@ -695,56 +762,6 @@ def diff(
     return comparison
 
 
-def derive(
-    converter: str | Callable[[dict[str, Any]], Mapping[str, Any]],
-    *,
-    config: Config | None = None,
-    samples: Sequence[Mapping[str, Any]] = (),
-    configs: Sequence[Mapping[str, Any]] = (),
-    family: str | None = None,
-    dialects: tuple[str, str] = _CONVERTED,
-) -> Table:
-    """Derive a table of mapping rules for tensor names from a converter, by tracing where it moves numbered elements.
-
-    Args:
-        converter: a model type of the installed transformers, or a function from a state dict to a state dict.
-        config: for a model type, a config with the flags and kinds of layers to trace.
-        samples: for a function, input state dicts of numpy arrays or torch tensors with any values. Samples of
-            different sizes show which sizes depend on each other; the last sample is used to check the table.
-        configs: for a function, the config of each sample.
-        family: name of the family; None means the model type, the function's name, or `derived` for a lambda.
-        dialects: for a function, the names of the dialects of its input and output.
-
-    Returns:
-        The table; `.text` is the content of a rules file for `--rules`, `.left_out` lists what mapping rules cannot
-        describe.
-
-    Raises:
-        TypeError: if a sample, or the function's result, is not a mapping of names to arrays or tensors; or if an
-            argument does not apply to this kind of converter.
-        ValueError: if the number of `configs` differs from that of samples, or `dialects` are not two different names.
-        Refused: with the code UNSUPPORTED if mapping rules cannot describe the converter.
-        UsageError: with the code UNKNOWN_FAMILY if transformers does not know the model type.
-    """
-    from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
-    from transaxle.derivation.table import Labels
-
-    family = read_optional_text("family", family, "glm4_moe")
-    if isinstance(converter, str):
-        if samples or configs or dialects != _CONVERTED:
-            raise TypeError("samples, configs and dialects are for a function, not for a model type")
-        return from_transformers(converter, model_config(config), family)
-    if not callable(converter):
-        raise wrong_type("converter", "a model type or a function", converter)
-    if config is not None:
-        raise TypeError("config is for a model type; for a function, give configs, one for each sample")
-    if not are_dialects(dialects):
-        raise ValueError(f"dialects must be two different names, such as ('hf', 'mine'); got {dialects!r}")
-    own_name = str(getattr(converter, "__name__", UNNAMED))
-    name = family_name(family or (UNNAMED if own_name == "<lambda>" else own_name))
-    return from_function(converter, samples, configs, Labels(name, dialects=dialects))
-
-
 def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     """Remove files that killed runs have left beside a target, or directly inside a folder of targets.
 
@@ -774,6 +791,6 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
 
 
 __all__ = [
-    "Unverified", "Watch", "check", "check_rules", "clean", "convert", "derive", "diff", "info", "open", "plan",
+    "Unverified", "Watch", "check", "check_rules", "clean", "convert", "diff", "info", "open", "plan", "supports",
     "verify",
 ]  # fmt: skip

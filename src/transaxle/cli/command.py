@@ -335,7 +335,7 @@ def _readable() -> list[str]:
     return [kind.name for kind in every_format()]
 
 
-def _targets() -> list[str]:
+def targets() -> list[str]:
     """Return the values that the shell offers as completions of `--to`: each FORMAT, DIALECT and FORMAT:DIALECT that
     programs load.
     """
@@ -351,7 +351,7 @@ def _targets() -> list[str]:
 
 
 _COMPLETIONS: Mapping[str, Callable[[], list[str]]] = {
-    "NAME": families, "DIALECT": dialects, "FORMAT": _readable, "TARGET": _targets,
+    "NAME": families, "DIALECT": dialects, "FORMAT": _readable, "TARGET": targets,
 }  # fmt: skip
 """Placeholder of an option's value in the help text -> function that returns the names offered as completions."""
 
@@ -581,6 +581,7 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "families": ("List the model families that have tables.", "transaxle.cli.known"),
     "dialects": ("List the dialects of the tables, by framework.", "transaxle.cli.known"),
     "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.convert"),
+    "supports": ("Say from a config.json alone whether a conversion works.", "transaxle.cli.convert"),
     "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.convert"),
     "work": ("Carry out a planned conversion in parts, on many machines.", "transaxle.cli.jobs"),
     "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.comparison"),

@@ -1,5 +1,5 @@
 """`transaxle convert` converts a checkpoint; `transaxle plan` shows what a conversion would do, or a refit (sending
-live weights to an inference engine).
+live weights to an inference engine); `transaxle supports` says from a config alone whether a conversion works.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from click.core import ParameterSource
 
 from transaxle import verbs
 from transaxle.axes.notation.name import natural
-from transaxle.cli.command import Command, Seldom, options_of, with_derive, with_profile, with_screen
+from transaxle.cli.command import (
+    Command,
+    Seldom,
+    complete_with,
+    options_of,
+    targets,
+    with_derive,
+    with_profile,
+    with_screen,
+)
 from transaxle.cli.refusals import error_document, print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
@@ -24,6 +33,7 @@ from transaxle.engine.execute import CheckedPlan
 from transaxle.engine.moves import UNCHANGED, rules, words
 from transaxle.engine.plan.planned import Plan
 from transaxle.engine.plan.recoding import NO_CONFIG
+from transaxle.engine.support import HUB
 from transaxle.engine.wording import duration, fold, fold_to_text, parameters, percent, plural, size, speed
 from transaxle.errors import TransaxleError, gathered
 from transaxle.formats.storage.storage import without_commit
@@ -299,6 +309,62 @@ def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
             return
         label = "  each process"
     screen.some(label, [f"{worker} {size(written)}" for worker, written in workers.items()])
+
+
+@click.command(
+    "supports",
+    cls=Command,
+    examples=(
+        ("transaxle supports Kimi-K2/config.json --to dcp:torchtitan --decode bf16", ""),
+        ("transaxle supports config.json --from torch_dist --to hf", "from a trainer's checkpoint to the hub's"),
+        ("transaxle supports config.json --to vllm_sharded --tp 8", "whether 8 ranks can divide the tensors"),
+        ("transaxle supports config.json --to hf --encode nvfp4", "whether the rows fit the encoding"),
+    ),
+    help="""Say from a model's config.json alone, without any checkpoint, whether a conversion works, and why not.
+
+    CONFIG is a config.json or its folder. The tables say which tensors the model has in the source; the conversion of
+    these is planned as `plan` plans it for files, and the refusals are the same. Weights are taken to be quantized as
+    the config's quantization_config says. Exits with 0 if the conversion works, and otherwise with the exit code that
+    `plan` would return.""",
+)
+@click.argument("config", type=click.Path(readable=False))
+@click.option(
+    "--from",
+    "source",
+    metavar="SOURCE",
+    default=HUB,
+    show_default=True,
+    shell_complete=complete_with(targets),
+    help="FORMAT, FORMAT:DIALECT, or DIALECT alone, as in --to.",
+)
+@click.option(
+    "--to",
+    "target",
+    metavar="TARGET",
+    required=True,
+    shell_complete=complete_with(targets),
+    help="FORMAT, FORMAT:DIALECT, or DIALECT alone: `hf` is short for safetensors:hf.",
+)
+@options_of("supports")
+@with_screen
+def supports_command(screen: Screen, config: str, source: str, target: str, options: dict[str, Any]) -> int:
+    """Say whether a conversion works."""
+    with screen.working("planning"):
+        answer = verbs.supports(config, target, source, **options)
+    error = gathered(answer.refusals) if answer.refusals else None
+    if screen.as_json:
+        screen.document(answer.as_json())
+        return 0 if error is None else error.exit_code
+    head = [answer.family or "", f"{answer.source} -> {answer.target}"]
+    screen.line((" · ".join(text for text in head if text), "bold"))
+    print_notes(screen, answer.notes)
+    if answer.plan is not None:
+        screen.line(f"  {plural(len(answer.plan.tensors), 'tensor')}, {size(answer.plan.bytes_written)}")
+    if error is None:
+        screen.line("  supported")
+        return 0
+    print_refusals(screen, "  not supported", error.refusals, screen.line)
+    return error.exit_code
 
 
 _GAP = "  "

@@ -28,13 +28,23 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from transaxle.arguments import EVERYTHING, Overwrite, PathLike, read_overwrite, read_path, wrong_type
+from transaxle.arguments import (
+    EVERYTHING,
+    Config,
+    Overwrite,
+    PathLike,
+    read_optional_text,
+    read_overwrite,
+    read_path,
+    wrong_type,
+)
 from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.relayout import fill
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.statement import BLOCK, DIALECT, FAMILY, WORD
-from transaxle.derivation.table import DerivedTable, Labels, derive
+from transaxle.derivation.table import DerivedTable, Labels
+from transaxle.derivation.table import derive as derive_table
 from transaxle.derivation.tiny_configs import MORE_VARIANTS, PROPORTIONED, VARIANTS
 from transaxle.derivation.traces import (
     EXACT,
@@ -54,7 +64,7 @@ from transaxle.derivation.traces import (
 )
 from transaxle.derivation.transformers_models import load_tensors
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.checkpoint.settings import CONFIG, read_stored_config
+from transaxle.engine.checkpoint.settings import CONFIG, model_config, read_stored_config
 from transaxle.engine.execute import execute
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.verification import open_pair
@@ -550,7 +560,7 @@ class _ProvedDerivation:
     def _one(self, traces: Sequence[Trace], proofs: Sequence[Trace], *, sparse: bool) -> DerivedTable | None:
         """Return the table derived from `traces`; None if one of the traces in `proofs` disproves it."""
         try:
-            table = derive(traces, self.labels, self.aliases, sparse=sparse)
+            table = derive_table(traces, self.labels, self.aliases, sparse=sparse)
             self._prove(table, proofs)
         except Underivable as error:
             self.reason = self.reason or error
@@ -651,10 +661,10 @@ def _derive_and_prove(traces: Sequence[Trace], labels: Labels) -> Table:
         tuple(dict.fromkeys(note for _, each in split_traces for note in each)),
     )
     last = len(traces) > 1
-    table = derive(traces[:-1] if last else traces, labels)
+    table = derive_table(traces[:-1] if last else traces, labels)
     problems = prove(table.text, traces[-1:], labels)
     if problems and last:
-        table, problems = derive(traces, labels), ()
+        table, problems = derive_table(traces, labels), ()
         problems = prove(table.text, traces[-1:], labels)
         last = False
     if problems:
@@ -684,3 +694,54 @@ class _RefuseUnderivable:
 def _no_table(converter: str, why: str, hint: str = "") -> TransaxleError:
     by_hand = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to safetensors:identity."
     return refuse("UNSUPPORTED", f"no table can be derived for {converter}: {why}", hint=hint or by_hand)
+
+
+_CONVERTED = ("hf", "converted")
+"""Default names of the two dialects in a table that is derived from a function: of its input and of its output."""
+
+
+def derive(
+    converter: str | Callable[[dict[str, Any]], Mapping[str, Any]],
+    *,
+    config: Config | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    configs: Sequence[Mapping[str, Any]] = (),
+    family: str | None = None,
+    dialects: tuple[str, str] = _CONVERTED,
+) -> Table:
+    """Derive a table of mapping rules for tensor names from a converter, by tracing where it moves numbered elements.
+
+    Args:
+        converter: a model type of the installed transformers, or a function from a state dict to a state dict.
+        config: for a model type, a config with the flags and kinds of layers to trace.
+        samples: for a function, input state dicts of numpy arrays or torch tensors with any values. Samples of
+            different sizes show which sizes depend on each other; the last sample is used to check the table.
+        configs: for a function, the config of each sample.
+        family: name of the family; None means the model type, the function's name, or `derived` for a lambda.
+        dialects: for a function, the names of the dialects of its input and output.
+
+    Returns:
+        The table; `.text` is the content of a rules file for `--rules`, `.left_out` lists what mapping rules cannot
+        describe.
+
+    Raises:
+        TypeError: if a sample, or the function's result, is not a mapping of names to arrays or tensors; or if an
+            argument does not apply to this kind of converter.
+        ValueError: if the number of `configs` differs from that of samples, or `dialects` are not two different names.
+        Refused: with the code UNSUPPORTED if mapping rules cannot describe the converter.
+        UsageError: with the code UNKNOWN_FAMILY if transformers does not know the model type.
+    """
+    family = read_optional_text("family", family, "glm4_moe")
+    if isinstance(converter, str):
+        if samples or configs or dialects != _CONVERTED:
+            raise TypeError("samples, configs and dialects are for a function, not for a model type")
+        return from_transformers(converter, model_config(config), family)
+    if not callable(converter):
+        raise wrong_type("converter", "a model type or a function", converter)
+    if config is not None:
+        raise TypeError("config is for a model type; for a function, give configs, one for each sample")
+    if not are_dialects(dialects):
+        raise ValueError(f"dialects must be two different names, such as ('hf', 'mine'); got {dialects!r}")
+    own_name = str(getattr(converter, "__name__", UNNAMED))
+    name = family_name(family or (UNNAMED if own_name == "<lambda>" else own_name))
+    return from_function(converter, samples, configs, Labels(name, dialects=dialects))

@@ -390,6 +390,32 @@ class Traffic:
         return data | {"matrix": self.between_ranks.tolist()}
 
 
+def family_of_config(settings: Settings) -> Family:
+    """Return the family of a model, from its config alone, or as the user names it.
+
+    Raises:
+        UsageError: with code UNKNOWN_FAMILY or AMBIGUOUS, if the config names no family, or several.
+    """
+    if settings.family is not None:
+        return pick_family(settings.family, settings.families)
+    types = model_types(settings.config or {})
+    families = settings.families.of_types(types[:1]) or settings.families.of_types(types[1:])
+    if len(families) != 1:
+        candidates = f"; it may be {' or '.join(family.name for family in families)}" if families else ""
+        code: Code = "AMBIGUOUS" if families else "UNKNOWN_FAMILY"
+        message = f"the config's model_type {', '.join(map(repr, types)) or '(none)'} names no one family{candidates}"
+        raise refuse(code, message, hint="Name the family: --family NAME.")
+    return families[0]
+
+
+def config_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype of a model's weights that a config states, a key of `CASTS`; bf16 if it states none."""
+    nested = config.get("text_config")
+    levels = [config, nested] if isinstance(nested, Mapping) else [config]
+    dtypes = [str(level[key]).removeprefix("torch.") for level in levels for key in DTYPE_KEYS if level.get(key)]
+    return next((_SHORT[each] for each in dtypes if each in _SHORT), "bf16")
+
+
 def plan_traffic(
     settings: Settings, sides: tuple[RankMesh, RankMesh], *, dtype: str | None = None, together: bool = False
 ) -> Traffic:
@@ -408,23 +434,7 @@ def plan_traffic(
         Refused: any refusal that `traffic` raises.
     """
     config = settings.config or {}
-    if settings.family is not None:
-        family = pick_family(settings.family, settings.families)
-    else:
-        types = model_types(config)
-        families = settings.families.of_types(types[:1]) or settings.families.of_types(types[1:])
-        if len(families) != 1:
-            candidates = f"; it may be {' or '.join(family.name for family in families)}" if families else ""
-            code: Code = "AMBIGUOUS" if families else "UNKNOWN_FAMILY"
-            message = (
-                f"the config's model_type {', '.join(map(repr, types)) or '(none)'} names no one family{candidates}"
-            )
-            raise refuse(code, message, hint="Name the family: --family NAME.")
-        (family,) = families
-    nested = config.get("text_config")
-    levels = [config, nested] if isinstance(nested, Mapping) else [config]
-    config_dtypes = [str(level[key]).removeprefix("torch.") for level in levels for key in DTYPE_KEYS if level.get(key)]
-    sent_dtype = dtype or next((_SHORT[each] for each in config_dtypes if each in _SHORT), "bf16")
+    family, sent_dtype = family_of_config(settings), dtype or config_dtype(config)
     return traffic(family, config, sides, axes=settings.axes, dtype=sent_dtype, together=together)
 
 

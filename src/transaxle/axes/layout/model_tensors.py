@@ -71,6 +71,8 @@ class Model:
     """Logical tensors that a checkpoint of the model has in some layer. They are present in all layers in which the
     config does not rule them out.
     """
+    encoding: str = PLAIN
+    """Encoding of the tensors that may be encoded, on which conditions of mapping rules may depend."""
     _emptied: dict[frozenset[str], Sizes] = field(default_factory=dict)
     undecided: set[str] = field(default_factory=set)
     """Logical tensors whose presence in the model the config does not determine; they are treated as absent."""
@@ -240,7 +242,7 @@ class Model:
         """
         if condition is None:
             return True
-        present = dict(words(PLAIN))
+        present = dict(words(self.encoding))
         for name in condition.names & self.family.tensors.keys():
             original = self.sizes.originals.get(name, (name,))[-1]
             axes = self.axes_of(original)

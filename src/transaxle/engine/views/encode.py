@@ -295,7 +295,7 @@ def choose(
     hint = "Choose the tensors with --only PATTERN."
     if not request.only and not components:
         raise refuse("AMBIGUOUS", "no table says which tensors are weights of linear layers", hint=hint)
-    linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
+    linear = [name for name, target in plain.items() if is_linear(name, target.shape, components.get(name, ()))]
     names = select_names([*plain, *view.encoded], request.only, request.skip, "tensor", default=linear)
     unread = {name: unread[name] for name in names if name in unread} if unread else {}
     if not request.only:
@@ -352,13 +352,19 @@ def _is_weight(target: Target) -> bool:
     return split_slot(target.name)[1] == WEIGHT
 
 
-def _is_linear(target: Target, components: Sequence[str]) -> bool:
-    """Return whether a target tensor consists only of weights of linear layers, as far as its names and shape show."""
-    if not components or len(target.shape) < 2 or 1 in target.shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
+def is_linear(name: str, shape: Sequence[int], components: Sequence[str]) -> bool:
+    """Return whether a tensor consists only of weights of linear layers, as far as its names and shape show.
+
+    Args:
+        name: stored name of the tensor.
+        shape: shape of the tensor.
+        components: names of its logical tensors.
+    """
+    if not components or len(shape) < 2 or 1 in shape[-2:] or not _ALSO_PLAIN.isdisjoint(components):
         return False
     # a tensor with 4 dims may also have the dims layers, experts, rows, columns
-    of_picture = len(target.shape) == _CONV2D_DIMS and _EXPERT not in target.name
-    if of_picture or not _LAYER_WEIGHT.fullmatch(target.name) or _NO_LINEAR.fullmatch(target.name):
+    of_picture = len(shape) == _CONV2D_DIMS and _EXPERT not in name
+    if of_picture or not _LAYER_WEIGHT.fullmatch(name) or _NO_LINEAR.fullmatch(name):
         return False
-    words = _WORD.findall(" ".join((target.name, *components)).lower())
+    words = _WORD.findall(" ".join((name, *components)).lower())
     return not any(word in _PLAIN_WORDS or any(part in word for part in _PLAIN_PARTS) for word in words)
