@@ -376,7 +376,9 @@ def _with_inputs(
         (by_code if quantizes_inputs(source, tensor) else weights_only).setdefault(_kind(tensor.encoding), tensor)
     for kind in by_code.keys() & weights_only.keys():
         message = f"its inputs are not quantized, but those of {by_code[kind].name} are, in the same encoding"
-        hint = "To leave the tensors in their convention, omit --restate. For decoded values:  --decode bf16."
+        hint = (
+            "To leave the tensors in their convention, omit --restate. For decoded values, write --decode bf16 instead."
+        )
         raise refuse("UNSUPPORTED", message, tensor=weights_only[kind].name, hint=hint)
     groups = {}
     for key, group in section[GROUPS].items():

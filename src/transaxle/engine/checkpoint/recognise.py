@@ -125,7 +125,7 @@ _NUMBERS = {
     "mxfp8": "--encode mxfp8",
     **dict.fromkeys(("nvfp4", "fp4"), "--encode nvfp4"),
     **{
-        name: f"--dtype {dtype} (or --decode {dtype}, of quantized tensors)"
+        name: f"--dtype {dtype}, or for quantized tensors --to hf --decode {dtype}"
         for dtype, names in {"bf16": ("bf16", "bfloat16"), "fp32": ("fp32", "float32")}.items()
         for name in names
     },
@@ -502,7 +502,7 @@ def _no_reading(
         subject = "no table that answers to names alone knows any"
     first_names = ", ".join(names[:3]) or "(no tensors)"
     model = f" (config.json has model_type {types[0]!r})" if types and (candidates or dialect) else ""
-    ways = _ways_out(types)
+    ways = "Omit --from: the dialect is then recognised from the names." if dialect else _ways_out(types)
     # If one name in twenty is similar, this proves nothing; if half of them are, it is evidence.
     is_close = samples and closest and 2 * close[closest] >= len(samples)
     hint = f"Closest: {closest}\n{ways}" if is_close else ways
@@ -515,7 +515,7 @@ def _no_such_dialect(label: str, labels: Sequence[str], candidates: Sequence[Fam
     whose = f"family {' and family '.join(f.name for f in candidates)} has" if candidates else "there is"
     message = f"{whose} no dialect {label!r}; there are: {', '.join(labels)}"
     if label == IDENTITY:
-        hint = f"Only a target can be written as {IDENTITY} (--to {IDENTITY}); open the source without a dialect."
+        hint = f"Only a target can be written as {IDENTITY}: omit --from."
     else:
         hint = f"Did you mean {close[0]}?" if close else "Add one with --rules FILE."
     return refuse("AMBIGUOUS", message, hint=hint)

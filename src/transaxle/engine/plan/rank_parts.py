@@ -69,25 +69,40 @@ def check_degrees(kind: Format, degrees: Degrees | None, label_suffix: str) -> N
     if "fsdp" in kind.draft_takes:
         if degrees != of_fsdp:
             message = f"{kind.title} has the parts of FSDP ranks, not of tensor-parallel ranks"
-            hint = f"Omit {_MEGATRON_OPTIONS}, or write {_targets('degrees', label_suffix)}."
+            hint = f"Omit {_MEGATRON_OPTIONS}, or write {_targets('degrees', label_suffix, degrees)}."
             raise refuse("UNSUPPORTED", message, hint=hint)
         return
     if of_fsdp != Degrees():
         message = f"{kind.title} has no files for FSDP ranks"
-        raise refuse("UNSUPPORTED", message, hint=f"Omit {_FSDP_OPTIONS}, or write {_targets('fsdp', label_suffix)}.")
+        raise refuse(
+            "UNSUPPORTED", message, hint=f"Omit {_FSDP_OPTIONS}, or write {_targets('fsdp', label_suffix, degrees)}."
+        )
     if "degrees" not in kind.draft_takes:
         message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
-        hint = f"Omit {_MEGATRON_OPTIONS}, or write {_targets('degrees', label_suffix)}."
+        hint = f"Omit {_MEGATRON_OPTIONS}, or write {_targets('degrees', label_suffix, degrees)}."
         raise refuse("UNSUPPORTED", message, hint=hint)
     if "parts" not in kind.draft_takes and degrees.pp * degrees.ep > 1:
         message = f"{kind.title} is read at any degrees; --tp says for how many ranks the vocabulary is padded"
         raise refuse("UNSUPPORTED", message, hint="Omit --pp and --ep.")
 
 
-def _targets(option: str, label_suffix: str) -> str:
-    """Return the `--to` of each format whose draft takes an option, joined by "or"; vLLM's files have one dialect."""
+def _targets(option: str, label_suffix: str, degrees: Degrees) -> str:
+    """Return the `--to` of each format whose draft takes an option and these degrees, joined by "or"; the dialect stays
+    if programs load it from this format.
+    """
     takers = [name for name in writable() if option in get_format(name).draft_takes]
-    return " or ".join(f"--to {name}{label_suffix if name != VLLM_SHARDED.name else ''}" for name in takers)
+    if degrees.pp * degrees.ep > 1:
+        takers = [name for name in takers if option != "degrees" or "parts" in get_format(name).draft_takes]
+    if _unlike_vllm(degrees):
+        takers = [name for name in takers if name != VLLM_SHARDED.name]
+    label = label_suffix.removeprefix(":").partition("@")[0]
+    loaded = {name: get_format(name).loaded_as or get_format(name).dialects or (label,) for name in takers}
+    return " or ".join(f"--to {name}{label_suffix if label in loaded[name] else ''}" for name in takers)
+
+
+def _unlike_vllm(degrees: Degrees) -> bool:
+    """Return whether vLLM does not divide a model so, or pads its vocabulary differently."""
+    return degrees.pp > 1 or degrees.rows != _ROWS or degrees.ep not in (1, degrees.tp)
 
 
 def rank_draft_options(

@@ -563,9 +563,10 @@ def unread_code_notes(view: View, encoded: Collection[str], form: str, target_di
     """
     names = sorted({*encoded, *view.encoded} & view.targets.keys())
     if names and form not in _FOR_ANY and target_dialect.partition("@")[0] in _READ_NO_CODES:
+        remedy = "omit --encode" if encoded else "write values, with --decode bf16"
         yield in_both_languages(
             f"{len(names):,} tensors are codes with scales, such as {names[0]}; programs that load {target_dialect} "
-            f"from {form} read no scales: write values, with --decode bf16"
+            f"from {form} read no scales: {remedy}"
         )
 
 

@@ -146,7 +146,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     plain = [name for name in plain if name not in training_tensors]
     if not plain:
         message = "no plain floating-point tensor to cast; integers, codes and scales are not cast"
-        raise refuse("AMBIGUOUS", message, hint='To decode encoded tensors, use --decode (decode="bf16").')
+        raise refuse("AMBIGUOUS", message, hint="To decode encoded tensors, use --decode bf16 instead.")
     usual = [
         name
         for name in plain

@@ -344,7 +344,7 @@ def describes_codes(metadata: Mapping[str, Any]) -> bool:
 
 def refuse_plain(to: str) -> TransaxleError:
     """Return the error of `decode` for a checkpoint without encoded tensors."""
-    hint = f'To cast plain tensors, use --dtype {to} (dtype="{to}").'
+    hint = f'To cast plain tensors, use --dtype {to} (dtype="{to}") instead.'
     return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
 
 

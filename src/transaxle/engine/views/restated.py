@@ -95,8 +95,8 @@ _MATRIX, _OF_LINEAR = 2, ".weight"
 """Number of dims, and end of the name, of the weight of a linear layer."""
 _CACHED = 64
 """Number of rows of tiles whose scales are cached."""
-_LEAVE = "To leave the tensors in their convention, omit --restate. For decoded values:  --decode bf16."
-_RECODE = "To leave the tensors in their encoding, omit --restate. For decoded values:  --decode bf16."
+_LEAVE = "To leave the tensors in their convention, omit --restate. For decoded values, write --decode bf16 instead."
+_RECODE = "To leave the tensors in their encoding, omit --restate. For decoded values, write --decode bf16 instead."
 _SPAN = 32
 """Number of elements of an mxfp4 tensor that share one scale."""
 _PAIRS = np.stack(np.meshgrid(np.arange(16, dtype=np.uint8), np.arange(16, dtype=np.uint8)), -1).reshape(256, 2)
@@ -140,7 +140,7 @@ def _inexact_value(decoder: Decoder, whole: bool) -> Refusal | None:
         return None
     number = plural(count, "value") if whole else "a value"
     message = f"{number} (code times scale) cannot be represented in {decoder.dtype}; the first is at {list(first)}"
-    hint = "For rounded values:  --decode bf16. More values are exact in fp32:  --decode fp32."
+    hint = "For rounded values, write --decode bf16 instead. More values are exact in fp32:  --decode fp32 instead."
     return Refusal("UNSUPPORTED", message, Where(None, decoder.tensor.name), hint)
 
 
