@@ -28,7 +28,13 @@ from transaxle.engine.checkpoint.checkpoint import (
     refuse_stateless,
 )
 from transaxle.engine.checkpoint.manifest import IN_SPANS, TensorRecord, describe_change, has_manifest, load, stale
-from transaxle.engine.checkpoint.source_hashes import check_rest, digest_positions, has_hashes, hash_evidence
+from transaxle.engine.checkpoint.source_hashes import (
+    as_written,
+    check_rest,
+    digest_positions,
+    has_hashes,
+    hash_evidence,
+)
 from transaxle.engine.compare import Comparison, Difference, compare
 from transaxle.engine.duplicates import compare_copies, plan_twins
 from transaxle.engine.source import Source
@@ -237,8 +243,8 @@ def _with_left_out(stored: Checkpoint) -> Checkpoint:
     """Return a checkpoint with all tensors, including those omitted when it was opened, because a verification covers
     all bytes.
     """
-    container = stored.container
-    if not container.left:
+    container = as_written(stored.container)
+    if container is stored.container and not container.left:
         return stored
     container = replace(container, entries={**container.left, **container.entries}, left={})
     return Checkpoint(container, stored.settings, None, None)

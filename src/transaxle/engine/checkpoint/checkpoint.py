@@ -573,8 +573,9 @@ def open_checkpoint(
     source, user = read_path("path", path), settings(**options)
     choices = user.format, user.weights, partial(_cut_over_ranks, user), user.optimizer, user.ranks
     how: dict[str, Any] = {"average": user.average, "lenient": lenient, "naming": partial(_parameter_names, user)}
-    container = with_hash_witness(open_container(source, *choices, config_above=user.config is None, **how))
-    container = with_shape_files(container)
+    opening = partial(open_container, source, config_above=user.config is None, **how)
+    open_as_written = None if user.weights is None else lambda: opening(choices[0], None, *choices[2:])
+    container = with_shape_files(with_hash_witness(opening(*choices), open_as_written))
     container = add_compact_scales(container) if describes_codes(container.metadata) else container
     if user.average:
         from transaxle.engine.duplicates import average_replicas
@@ -586,7 +587,6 @@ def open_checkpoint(
     absolute_path = source if "://" in source else os.path.abspath(source)  # noqa: PTH100 - links stay
     reading = {"decode": decode, "dtype": dtype, "only": only, "skip": skip, "lenient": lenient, "rules": rules}
     reading = {**options, "config": user.config, **reading, "restate": restate}
-    reopening = Reopening(absolute_path, reading, rules=table(rules) if rules else None)
     checkpoint = Checkpoint(container, user, None, None)
     if user.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
@@ -603,7 +603,7 @@ def open_checkpoint(
         checkpoint = checkpoint.cast(dtype, only, skip)
     elif decode is not None and not (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):
         checkpoint = checkpoint.decode(decode, only, skip)
-    checkpoint.reopening = reopening
+    checkpoint.reopening = Reopening(absolute_path, reading, rules=table(rules) if rules else None)
     return checkpoint
 
 

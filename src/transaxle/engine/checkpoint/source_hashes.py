@@ -9,7 +9,7 @@ which they were hashed are hashed at the same time; all other bytes are read a s
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING
@@ -79,12 +79,14 @@ class HashWitness(Overlay):
 
     Args:
         below: the storage that contains the files.
-        container: the checkpoint with its stored tensors.
+        container: the checkpoint with the tensors that the hashes are of.
+        is_chosen: whether the checkpoint was opened with different tensors, by a choice of weights.
     """
 
-    def __init__(self, below: Storage, container: Container | None = None) -> None:
+    def __init__(self, below: Storage, container: Container | None = None, *, is_chosen: bool = False) -> None:
         super().__init__(below)
         self.container = container
+        self.is_chosen = is_chosen
         self._records: Sequence[RecordedTensor] = ()
         self._starts: dict[str, list[int]] = {}
         self._pieces: dict[str, list[tuple[int, int, int]]] = {}
@@ -355,13 +357,37 @@ class HashWitness(Overlay):
         return Refusal("CORRUPT", message, Where(self.path, tensor.name), hint)
 
 
-def with_hash_witness(container: Container) -> Container:
+def with_hash_witness(container: Container, open_as_written: Callable[[], Container] | None = None) -> Container:
     """Return a container that checks the bytes it reads against recorded hashes, if the checkpoint has recorded
     hashes.
+
+    Args:
+        container: the open checkpoint.
+        open_as_written: function that opens the checkpoint again with the tensors that the hashes are of; None means
+            that `container` has them. With a choice of weights, a tensor's name can mean a different tensor.
+
+    Raises:
+        TransaxleError: any error of opening the checkpoint again.
     """
     if not has_hashes(container):
         return container
-    return msgspec.structs.replace(container, storage=HashWitness(container.storage, container))
+    written = None
+    if open_as_written is not None:
+        opened = open_as_written()
+        opened.storage.close()
+        written = msgspec.structs.replace(opened, storage=container.storage)
+    witness = HashWitness(container.storage, written or container, is_chosen=written is not None)
+    return msgspec.structs.replace(container, storage=witness)
+
+
+def as_written(container: Container) -> Container:
+    """Return a checkpoint with the tensors that its recorded hashes are of, whichever weights were chosen when it was
+    opened.
+    """
+    witness = layer(container.storage, HashWitness)
+    if witness is None or witness.container is None or not witness.is_chosen:
+        return container
+    return msgspec.structs.replace(witness.container, storage=container.storage)
 
 
 def has_hashes(container: Container) -> bool:

@@ -218,6 +218,29 @@ def test_weights_of_full_precision_need_no_copies(tmp_path: Path) -> None:
         assert not any(name.endswith("/fp32") for name in checkpoint)
 
 
+def test_weights_of_full_precision_are_held_against_the_manifest(tmp_path: Path) -> None:
+    """They have the names of the model's own weights, whose hashes are not theirs."""
+    run = Run(tp=2)
+    write(Run(), tmp_path / "run")
+    _convert(tmp_path / "run", tmp_path / "own", run, config=run.config())
+    said: dict[str, Any] = {"to": "dcp:hf", "weights": "fp32", "sync": False}
+    assert tx.verify(tmp_path / "own", weights="fp32")
+    assert tx.convert(tmp_path / "own", tmp_path / "out", **said).source_against == "manifest"
+    with tx.open(tmp_path / "own", weights="fp32") as checkpoint:
+        entry = next(each for each in checkpoint.container.entries.values() if len(each.extents) == 2)
+        extent = entry.extents[0]
+        assert entry.dtype == "F32"
+    file = tmp_path / "own" / extent.file
+    data = bytearray(file.read_bytes())
+    data[extent.offset] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(TransaxleError) as caught:
+        tx.convert(tmp_path / "own", tmp_path / "again", **said)
+    assert {each.code for each in caught.value.refusals} == {"CORRUPT"}
+    assert not tx.verify(tmp_path / "own", weights="fp32")
+    assert not tx.verify(tmp_path / "own")
+
+
 def test_padding_is_that_of_the_ranks(tmp_path: Path) -> None:
     run = Run()
     truth = _hub(tmp_path / "hub", run)
