@@ -30,7 +30,7 @@ from transaxle.cli.command import program
 from transaxle.errors import _PROSE as PROSE
 from transaxle.errors import in_both_languages
 
-UNFOLLOWED = 400
+UNFOLLOWED = 0
 """How many texts with an option or a command nobody follows; only ever lower it."""
 
 Values = Mapping[str, str]
@@ -254,4 +254,4 @@ def test_every_text_has_a_follower(attempts: list[Attempt]) -> None:
         for text in advice
         if not re.search(".{0,300}".join(map(re.escape, in_both_languages(text).split("VALUE"))), given)
     }
-    assert len(left) == UNFOLLOWED, sorted(left)
+    assert len(left) <= UNFOLLOWED, sorted(left)

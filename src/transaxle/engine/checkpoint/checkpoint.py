@@ -571,11 +571,11 @@ def open_checkpoint(
     if len(several := [name for name, value in view_options.items() if value is not None]) > 1:
         raise TypeError(f"{' and '.join(several)} exclude each other; give only one")
     source, user = read_path("path", path), settings(**options)
-    choices = user.format, user.weights, partial(_cut_over_ranks, user), user.optimizer, user.ranks
+    choices = partial(_cut_over_ranks, user), user.optimizer, user.ranks
     how: dict[str, Any] = {"average": user.average, "lenient": lenient, "naming": partial(_parameter_names, user)}
-    opening = partial(open_container, source, config_above=user.config is None, **how)
-    open_as_written = None if user.weights is None else lambda: opening(choices[0], None, *choices[2:])
-    container = with_shape_files(with_hash_witness(opening(*choices), open_as_written))
+    opening: Any = partial(open_container, source, config_above=user.config is None, **how)
+    open_as_written = None if user.weights is None else partial(opening, user.format, None, *choices)
+    container = with_shape_files(with_hash_witness(opening(user.format, user.weights, *choices), open_as_written))
     container = add_compact_scales(container) if describes_codes(container.metadata) else container
     if user.average:
         from transaxle.engine.duplicates import average_replicas
