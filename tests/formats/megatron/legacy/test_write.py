@@ -286,10 +286,10 @@ def test_ranks_that_do_not_fit(run: Run, message: str, hint: str, tmp_path: Path
 
 def test_formats_without_ranks(tmp_path: Path) -> None:
     _hub(tmp_path / "hub", Run())
-    for to, dialect in (("hf", ""), ("safetensors:hf", ":hf"), ("dcp", "")):
+    for to, dialect in (("hf", ""), ("safetensors:hf", ""), ("dcp", ""), ("safetensors:megatron", ":megatron")):
         with pytest.raises(TransaxleError, match=r"has no files for each rank") as caught:
             tx.convert(tmp_path / "hub", tmp_path / "out", to=to, tp=2)
-        first, second = f"torch_dist{dialect}", f"megatron_torch{dialect}"
+        first, second = "torch_dist", f"megatron_torch{dialect}"
         assert f'or write --to {first} (to="{first}") or --to {second} or --to vllm_sharded.' in str(caught.value)
     with pytest.raises(ValueError, match="tp must be"):
         tx.convert(tmp_path / "hub", tmp_path / "out", to="megatron_torch", tp=0)
