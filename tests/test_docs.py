@@ -153,7 +153,7 @@ PAGES = (
     "how-to/many-machines", "how-to/add-a-family", "how-to/deepspeed", "how-to/quantized", "how-to/training",
     "how-to/load", "how-to/save", "how-to/async-save", "how-to/resume", "how-to/training-refused",
     "how-to/quantized-training", "how-to/moe", "how-to/inference", "how-to/refit", "how-to/dcp",
-    "how-to/derive-a-table", "how-to/megatron", "reference/cli", "reference/json",
+    "how-to/derive-a-table", "how-to/megatron", "reference/cli", "reference/json", "reference/plan",
 )  # fmt: skip
 """Pages whose examples run as they are written, in a fresh folder."""
 AS_PROGRAMS = "tutorial"

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from transaxle.axes.geometry import coalesce, row_major
 from transaxle.axes.layout.bind import BoundNames
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.computed import AffineSteps
@@ -22,10 +23,14 @@ from transaxle.engine.duplicates import PlannedCheck
 from transaxle.engine.views.encode import Step
 from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Refusal
+from transaxle.formats.catalog import ITEM_BITS, NUMBERS
 from transaxle.formats.registry import get_format
 from transaxle.move.journal import span_ends
 from transaxle.move.transfer import Transfer, clip_blocks
+from transaxle.move.workers import MIN_MEMORY, limits
 
+VERSION = 1
+"""Version of the promised fields of a plan; fields are only added while it stays the same."""
 _SHOWN, _SHOWN_REFUSALS = 12, 3
 """Largest numbers of table lines and of refusals that a printed plan shows."""
 
@@ -125,6 +130,23 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         data["copies"] = [transfer.as_json() for transfer in self.copies]
         return data | ({"transfers": [transfer.as_json() for transfer in self.transfers]} if copies else {})
 
+    def pieces(self, computed: Mapping[str, Sequence[RecodedTensor]]) -> dict[str, list[dict[str, Any]]]:
+        """Return where the tensor's bytes come from (`reads`) and go to (`writes`), as plain JSON data.
+
+        Args:
+            computed: name of a virtual file -> steps that compute the tensor in the file; see `Plan.computed`.
+        """
+        dtype, shape = (self.dtype, self.shape) if self.step is None else (self.step.dtype, self.step.shape)
+        reads = [
+            _as_piece(transfer, dtype, shape)
+            | {
+                "file": transfer.file if is_stored(transfer.file) else None,
+                "tensor": computed[transfer.file][0].name if transfer.file in computed else None,
+            }
+            for transfer in self.transfers
+        ]
+        return {"reads": reads, "writes": [_as_piece(place, self.dtype, self.shape) for place in self.everywhere]}
+
     @property
     def spans(self) -> tuple[PlannedTensor, ...]:
         """The byte spans in which the tensor is hashed, each as a tensor of bytes. The tuple is empty if there is only
@@ -147,6 +169,46 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
             )
             for (start, stop, transfers), (_, _, places), (_, _, copies) in zip(*divided, strict=True)
         )
+
+
+def is_stored(file: str) -> bool:
+    """Return whether a source file is a file of the checkpoint, and no virtual file of computed values."""
+    return not file.startswith("\0") and file != NUMBERS
+
+
+def _as_piece(transfer: Transfer, dtype: str, shape: Sequence[int]) -> dict[str, Any]:
+    """Return a part of a tensor as plain JSON data: its bytes in the file, and its box in the tensor."""
+    return {
+        "file": transfer.file,
+        "offset": transfer.source,
+        "nbytes": transfer.size,
+        "span": transfer.source_span,
+        "box": box_of(transfer, dtype, shape),
+    }
+
+
+def box_of(transfer: Transfer, dtype: str, shape: Sequence[int]) -> list[list[int]] | None:
+    """Return the box of a tensor that a transfer fills, `[start, stop]` for each dim, in elements.
+
+    Args:
+        transfer: the bytes to copy; its target is the tensor.
+        dtype: safetensors code of the tensor's dtype.
+        shape: shape of the tensor.
+
+    Returns:
+        The result is None if the transfer fills anything else than one box, such as every second row.
+    """
+    bits = ITEM_BITS.get(dtype, 8)
+    loops = [(count, step * 8 // bits) for count, _, step in transfer.loops] + [(transfer.width * 8 // bits, 1)]
+    first = transfer.target * 8 // bits
+    last = first + sum((count - 1) * step for count, step in loops)
+    box, strides = [], row_major(tuple(shape))
+    for step in strides:
+        (start, first), (end, last) = divmod(first, step or 1), divmod(last, step or 1)
+        box.append([start, end + 1])
+    runs = [(end - start, step, step) for (start, end), step in zip(box, strides, strict=True)]
+    filled = coalesce([(count, step, step) for count, step in loops])
+    return box if coalesce(runs) == filled and all(start < end for start, end in box) else None
 
 
 def _start(transfer: Transfer) -> int:
@@ -350,6 +412,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def _repr_html_(self) -> str:
         return notebook(str(self))
+
+    def document(self) -> dict[str, Any]:
+        """Return the promised fields of the plan as plain JSON data: what is written, from where, and where to.
+
+        The page on plans lists the fields; they stay as they are while `schema_version` does.
+        """
+        names = (
+            "source",
+            "source_format",
+            "from_dialect",
+            "format",
+            "dialect",
+            "family",
+            "bytes_read",
+            "bytes_written",
+        )
+        tensors = [
+            {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "nbytes": tensor.nbytes}
+            | tensor.pieces(self.computed)
+            for tensor in self.tensors
+        ]
+        return {
+            "schema_version": VERSION,
+            **{name: getattr(self, name) for name in names},
+            "tensors": tensors,
+            "files": dict(self.files),
+            "least_memory": limits(1, MIN_MEMORY).with_min_block(self.band).peak,
+            "refusals": [refusal.as_json() for refusal in self.refusals],
+            "notes": list(self.notes),
+        }
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the plan as plain JSON data; without `copies`, omit the individual byte ranges."""
