@@ -60,12 +60,17 @@ def make(config: Mapping[str, Any], folder: Path, **saving: Any) -> None:
     with quiet():
         configuration = AutoConfig.for_model(config["model_type"], **keys)
         model = AutoModelForCausalLM.from_config(configuration).float().eval()
-        generator = torch.Generator().manual_seed(3)
-        for _, value in sorted(model.state_dict(keep_vars=True).items()):
-            if value.is_floating_point():
-                value.data.copy_(0.3 * torch.randn(value.shape, generator=generator))
-        model.tie_weights()
+        draw(model)
         model.save_pretrained(folder, **saving)
+
+
+def draw(model: Any) -> None:
+    """Give a model random weights."""
+    generator = torch.Generator().manual_seed(3)
+    for _, value in sorted(model.state_dict(keep_vars=True).items()):
+        if value.is_floating_point():
+            value.data.copy_(0.3 * torch.randn(value.shape, generator=generator))
+    model.tie_weights()
 
 
 def tensors(folder: Path) -> Tensors:
@@ -141,7 +146,7 @@ def _with_drafts(folder: Path) -> None:
     reconfigure(folder, lambda config: config.update(depth))
 
 
-def _two_files(folder: Path) -> None:
+def two_files(folder: Path) -> None:
     """A Llama in two files with an index."""
     make(LLAMA, folder)
     values = tensors(folder)
@@ -154,13 +159,13 @@ def _two_files(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}), "utf-8")
 
 
-def _indexed(folder: Path) -> dict[str, str]:
+def indexed(folder: Path) -> dict[str, str]:
     where: dict[str, str] = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
     return where
 
 
-def _reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    where = _indexed(folder)
+def reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    where = indexed(folder)
     change(where)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}), "utf-8")
 
@@ -169,10 +174,10 @@ def _reindex(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
 
 EXPERT = "model.layers.1.mlp.experts.2"
 UP = "model.layers.1.mlp.up_proj.weight"
-FIRST = "model-00001-of-00002.safetensors"
+SECOND, LOST = "model-00002-of-00002.safetensors", "model-00003-of-00003.safetensors"
 
 
-def _lose(part: str) -> Callable[[Path], None]:
+def lose(part: str) -> Callable[[Path], None]:
     """Remove the tensors whose names contain a text."""
 
     def spoil(folder: Path) -> None:
@@ -181,7 +186,7 @@ def _lose(part: str) -> Callable[[Path], None]:
     return spoil
 
 
-def _key(key: str, value: Any) -> Callable[[Path], None]:
+def with_key(key: str, value: Any) -> Callable[[Path], None]:
     return lambda folder: reconfigure(folder, lambda config: config.update({key: value}))
 
 
@@ -240,7 +245,7 @@ def _make_fp8(folder: Path) -> None:
         values[name] = (values[name] / scale).to(torch.float8_e4m3fn)
         values[f"{name}_scale_inv"] = scale.reshape(1, 1)
     store(folder, values)
-    _key("quantization_config", _FP8)(folder)
+    with_key("quantization_config", _FP8)(folder)
 
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -269,18 +274,22 @@ def _ignoring(module: str) -> Callable[[Path], None]:
 
 def _twice(folder: Path) -> None:
     """Leave an older copy of a tensor in the file that is read last."""
-    file = next(file for name, file in _indexed(folder).items() if name == FIRST_TENSOR)
-    other = next(each for each in _indexed(folder).values() if each != file)
+    file = next(file for name, file in indexed(folder).items() if name == FIRST_TENSOR)
+    other = next(each for each in indexed(folder).values() if each != file)
     values = load_file(folder / other)
     store(folder, {**values, FIRST_TENSOR: load_file(folder / file)[FIRST_TENSOR] + 0.5}, other)
 
 
 BASE = "base"
 """Folder of the model beside its adapters."""
-_ADAPTER = "adapter_model.safetensors"
+_ADAPTER, _OLDER_PEFT = "adapter_model.safetensors", "0.18.1"
 
 
 def _adapter(folder: Path) -> None:
+    lora_of_stacks(folder, "gate_up_proj", "down_proj")
+
+
+def lora_of_stacks(folder: Path, *parts: str) -> None:
     """LoRA of stacked experts, as peft saves it since 0.19."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -288,7 +297,7 @@ def _adapter(folder: Path) -> None:
     base = folder.parent / BASE
     if not base.exists():
         make(QWEN3_MOE, base)
-    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    stacks = [f"mlp.experts.{part}" for part in parts]
     settings = LoraConfig(
         r=2, lora_alpha=4, target_modules=[], target_parameters=stacks, init_lora_weights=False,
         base_model_name_or_path=str(base),
@@ -298,12 +307,17 @@ def _adapter(folder: Path) -> None:
         get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(folder)
 
 
-def _older_peft(folder: Path) -> None:
+def older_peft(folder: Path) -> None:
     """Write the two matrices of each stack as peft did before 0.19, or back: it took their axes for each other.
 
     A has the ranks of one expert after those of another; B has the experts of one rank side by side.
     """
-    values = load_file(folder / _ADAPTER)
+    from peft import __version__ as present
+
+    path, values = folder / "adapter_config.json", load_file(folder / _ADAPTER)
+    settings = json.loads(path.read_text("utf-8"))
+    settings["peft_version"] = _OLDER_PEFT if settings["peft_version"] == present else present
+    path.write_text(json.dumps(settings), "utf-8")
     turned: Tensors = {}
     for name, first in values.items():
         if ".lora_A." in name:
@@ -320,7 +334,7 @@ FIRST_TENSOR = "model.embed_tokens.weight"
 def _forget_twice(spoilt: Path, _good: Path, target: Path) -> None:
     """Keep of each file what the index has there."""
     shutil.copytree(spoilt, target)
-    where = _indexed(target)
+    where = indexed(target)
     for file in set(where.values()):
         store(target, {name: value for name, value in load_file(target / file).items() if where[name] == file}, file)
 
@@ -328,11 +342,11 @@ def _forget_twice(spoilt: Path, _good: Path, target: Path) -> None:
 # -- mending
 
 
-def _set(key: str, value: Any) -> Callable[[Path, Path, Path], None]:
-    return _rewritten(_key(key, value))
+def set_key(key: str, value: Any) -> Callable[[Path, Path, Path], None]:
+    return rewritten(with_key(key, value))
 
 
-def _rewritten(change: Callable[[Path], None]) -> Callable[[Path, Path, Path], None]:
+def rewritten(change: Callable[[Path], None]) -> Callable[[Path, Path, Path], None]:
     def mend(spoilt: Path, _good: Path, target: Path) -> None:
         shutil.copytree(spoilt, target)
         change(target)
@@ -340,7 +354,7 @@ def _rewritten(change: Callable[[Path], None]) -> Callable[[Path, Path, Path], N
     return mend
 
 
-def _converted(**options: Any) -> Callable[[Path, Path, Path], None]:
+def converted(**options: Any) -> Callable[[Path, Path, Path], None]:
     def mend(spoilt: Path, _good: Path, target: Path) -> None:
         tx.convert(spoilt, target, to="hf", sync=False, **options)
 
@@ -348,10 +362,10 @@ def _converted(**options: Any) -> Callable[[Path, Path, Path], None]:
 
 
 def _up_first_to_hf(spoilt: Path, good: Path, target: Path) -> None:
-    _converted(rules=spoilt.parent / RULES, **_UP_FIRST)(spoilt, good, target)
+    converted(rules=spoilt.parent / RULES, **_UP_FIRST)(spoilt, good, target)
 
 
-def _put_back(spoilt: Path, good: Path, target: Path) -> None:
+def put_back(spoilt: Path, good: Path, target: Path) -> None:
     """Take the tensors that the checkpoint lost from the one that has them."""
     shutil.copytree(spoilt, target)
     store(target, {**tensors(good), **tensors(spoilt)})
@@ -376,64 +390,65 @@ class Fault:
 
 
 FAULTS = {
-    "a missing expert": Fault(VLLM, _made(QWEN3_MOE), _lose(f"{EXPERT}."), _put_back, f"{EXPERT}.up_proj.weight"),
+    "a missing expert": Fault(VLLM, _made(QWEN3_MOE), lose(f"{EXPERT}."), put_back, f"{EXPERT}.up_proj.weight"),
     "a missing half of an expert": Fault(
-        TRANSFORMERS, _made(QWEN3_MOE), _lose(f"{EXPERT}.up_proj."), _put_back, f"{EXPERT}.up_proj.weight",
+        TRANSFORMERS, _made(QWEN3_MOE), lose(f"{EXPERT}.up_proj."), put_back, f"{EXPERT}.up_proj.weight",
     ),
     "a stacked name that a reader ignores": Fault(
-        TRANSFORMERS_4, _older(QWEN3_MOE), _stack, _converted(), "model.layers.0.mlp.experts.gate_up_proj"
+        TRANSFORMERS_4, _older(QWEN3_MOE), _stack, converted(), "model.layers.0.mlp.experts.gate_up_proj"
     ),
     "an inverted scale of the whole matrix": Fault(
         TRANSFORMERS, _compressed(_NVFP4, "float32"), lambda folder: retensor(folder, _invert),
-        _rewritten(lambda folder: retensor(folder, _invert)), "model.layers.0.mlp.down_proj.weight_global_scale",
+        rewritten(lambda folder: retensor(folder, _invert)), "model.layers.0.mlp.down_proj.weight_global_scale",
     ),
     "a bias that the model lacks": Fault(
-        TRANSFORMERS, _made(LLAMA, attention_bias=True), _key("attention_bias", False), _set("attention_bias", True),
-        "model.layers.0.self_attn.q_proj.bias",
+        TRANSFORMERS, _made(LLAMA, attention_bias=True), with_key("attention_bias", False),
+        set_key("attention_bias", True), "model.layers.0.self_attn.q_proj.bias",
     ),
     "a tied head that is absent": Fault(
-        TRANSFORMERS, _made(LLAMA, tie_word_embeddings=True), _key("tie_word_embeddings", False),
-        _set("tie_word_embeddings", True), "lm_head.weight",
+        TRANSFORMERS, _made(LLAMA, tie_word_embeddings=True), with_key("tie_word_embeddings", False),
+        set_key("tie_word_embeddings", True), "lm_head.weight",
     ),
-    "an absent head": Fault(VLLM, _made(LLAMA), _lose("lm_head."), _put_back, "lm_head.weight"),
+    "an absent head": Fault(VLLM, _made(LLAMA), lose("lm_head."), put_back, "lm_head.weight"),
     "no layer that predicts further tokens": Fault(
-        VLLM_DRAFTS, _with_drafts, _lose(".layers.2."), _put_back, "model.layers.2.eh_proj.weight"
+        VLLM_DRAFTS, _with_drafts, lose(".layers.2."), put_back, "model.layers.2.eh_proj.weight"
     ),
     "a base of the rotary embedding that is spelled otherwise": Fault(
-        TRANSFORMERS_4, _older(LLAMA, rope_theta=50.0), _drop_key("rope_theta"), _set("rope_theta", 50.0), "rope_theta"
+        TRANSFORMERS_4, _older(LLAMA, rope_theta=50.0), _drop_key("rope_theta"), set_key("rope_theta", 50.0),
+        "rope_theta",
     ),
     "swapped halves of gate and up": Fault(
         TRANSFORMERS, _made(PHI3), _swap, _up_first_to_hf,
         "model.layers.0.mlp.gate_up_proj.weight", _UP_FIRST,
     ),
     "int4 without the shapes of the matrices": Fault(
-        TRANSFORMERS, _compressed(_INT4, "float32"), _lose(".weight_shape"), _put_back,
+        TRANSFORMERS, _compressed(_INT4, "float32"), lose(".weight_shape"), put_back,
         "model.layers.0.mlp.down_proj.weight_shape",
     ),
     "LoRA of an older peft": Fault(
-        PEFT, _adapter, _older_peft, _rewritten(_older_peft),
+        PEFT, _adapter, older_peft, rewritten(older_peft),
         "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight",
     ),
     "another size of a head": Fault(
-        TRANSFORMERS, _made(QWEN3), _key("head_dim", 32), _set("head_dim", 16),
+        TRANSFORMERS, _made(QWEN3), with_key("head_dim", 32), set_key("head_dim", 16),
         "model.layers.0.self_attn.q_norm.weight",
     ),
     "FP8 without a quantization config": Fault(
-        TRANSFORMERS, _make_fp8, _drop_key("quantization_config"), _set("quantization_config", _FP8),
+        TRANSFORMERS, _make_fp8, _drop_key("quantization_config"), set_key("quantization_config", _FP8),
         "model.layers.0.mlp.up_proj.weight_scale_inv",
     ),
     "a list of plain modules in the names of another dialect": Fault(
         TRANSFORMERS, _make_partly_int4, _ignoring("model.language_model.layers.0.mlp.down_proj"),
-        _rewritten(_ignoring("model.layers.0.mlp.down_proj")), "model.layers.0.mlp.down_proj.weight",
+        rewritten(_ignoring("model.layers.0.mlp.down_proj")), "model.layers.0.mlp.down_proj.weight",
     ),
     "an index entry without a file": Fault(
-        TRANSFORMERS, _two_files,
-        lambda folder: _reindex(folder, lambda where: where.update({UP: "model-00003-of-00003.safetensors"})),
-        _rewritten(lambda folder: _reindex(folder, lambda where: where.update({UP: FIRST}))), UP,
+        TRANSFORMERS, two_files,
+        lambda folder: reindex(folder, lambda where: where.update({UP: LOST})),
+        rewritten(lambda folder: reindex(folder, lambda where: where.update({UP: SECOND}))), LOST,
     ),
-    "a tensor in two files": Fault(TRANSFORMERS, _two_files, _twice, _forget_twice, FIRST_TENSOR),
+    "a tensor in two files": Fault(TRANSFORMERS, two_files, _twice, _forget_twice, FIRST_TENSOR),
     "the number of experts under another key": Fault(
-        TRANSFORMERS_4, _older(QWEN3_MOE), _drop_key("num_experts"), _set("num_experts", EXPERTS), "num_experts",
+        TRANSFORMERS_4, _older(QWEN3_MOE), _drop_key("num_experts"), set_key("num_experts", EXPERTS), "num_experts",
     ),
 }  # fmt: skip
 """What is wrong -> the fault."""

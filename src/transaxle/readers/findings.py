@@ -120,7 +120,9 @@ def _remedy(checkpoint: Checkpoint, reader: Reader) -> str:
     except TransaxleError:
         return ""
     if form.dialect.partition("@")[0] != reader.dialect:
-        return f"Its names are those of {form.dialect}; rename them:  {convert}"
+        opening = checkpoint.reopening.options if checkpoint.reopening else {}
+        options = "".join(f" --{key} {value}" for key in ("family", "dialect", "rules") if (value := opening.get(key)))
+        return f"Its names are those of {form.dialect}; rename them:  {convert}{options}"
     if form.encoding:
         return f"Decode the {form.encoding.replace('+', ' and ')} tensors:  {convert} --decode bf16"
     return ""

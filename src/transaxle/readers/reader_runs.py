@@ -28,7 +28,7 @@ from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.errors import refuse
 from transaxle.formats.storage.storage import NotJsonError, parse_json
 from transaxle.readers.reader import PROBES, Reader
-from transaxle.readers.twins import form_of, make_twins, needs_twins, why_no_twins
+from transaxle.readers.twins import form_of, make_twins, needs_twins, own_table, why_no_twins
 
 Trace = Mapping[str, Any]
 """What a probe reports; its modules say what each key means."""
@@ -105,7 +105,7 @@ def run_reader(
     with headers_only(checkpoint) as request, tempfile.TemporaryDirectory(prefix="transaxle-check-") as place:
         has_twins = needs_twins(checkpoint, reader.dialect) and not why_no_twins(checkpoint, reader.dialect)
         form = msgspec.to_builtins(form_of(checkpoint)) if has_twins else None
-        request |= {**reader.options, "form": form}
+        request |= {**reader.options, "form": form, "table": own_table(checkpoint) if has_twins else ""}
         cached = _cache() / f"{_key(reader, request, versions)}.json"
         try:
             return ReaderRun(parse_json(cached.read_text("utf-8")), True)

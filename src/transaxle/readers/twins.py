@@ -69,6 +69,11 @@ def needs_twins(checkpoint: Checkpoint, reader_dialect: str) -> bool:
     return bool(checkpoint.encoded) or (checkpoint.dialect or reader_dialect).partition("@")[0] != reader_dialect
 
 
+def own_table(checkpoint: Checkpoint) -> str:
+    """Return the text of the rules file with which the user opened the checkpoint; empty if there is none."""
+    return (checkpoint.reopening.rules if checkpoint.reopening else None) or ""
+
+
 def why_no_twins(checkpoint: Checkpoint, reader_dialect: str) -> str:
     """Return why small checkpoints of this kind cannot be made; empty if they can."""
     try:
@@ -98,6 +103,13 @@ def make_twins(checkpoint: Checkpoint, reader_dialect: str, folder: Path) -> Ite
     dialect, encoding, convention = form.dialect, form.encoding, form.convention
     family = checkpoint.reading.family
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    table = own_table(checkpoint)
+    of_drawn: dict[str, Any] = {}
+    of_stored: dict[str, Any] = {}
+    if table:  # its names may be those of another dialect too
+        (folder / "own.rules").write_text(table, "utf-8")
+        of_drawn = {"rules": folder / "own.rules", "family": family.name, "dialect": reader_dialect}
+        of_stored = {**of_drawn, "dialect": dialect}
     for sizes in (OWN, PLAIN):
         small = tiny(config, 0, sizes=sizes)
         if encoding:
@@ -110,15 +122,15 @@ def make_twins(checkpoint: Checkpoint, reader_dialect: str, folder: Path) -> Ite
             shapes = dict(model.stored_shapes(chosen))
             _write(drawn, small, shapes)
             if not encoding:
-                _convert(drawn, stored, f"safetensors:{dialect}")
+                _convert(drawn, stored, f"safetensors:{dialect}", **of_drawn)
                 yield drawn, stored
                 continue
-            _convert(drawn, stored, f"safetensors:{dialect}", encode=encoding)
+            _convert(drawn, stored, f"safetensors:{dialect}", encode=encoding, **of_drawn)
             if convention != PREFERRED[encoding]:
                 restated = folder / f"restated-{sizes}"
-                _convert(stored, restated, f"safetensors:{dialect}", restate=convention)
+                _convert(stored, restated, f"safetensors:{dialect}", restate=convention, **of_stored)
                 stored = restated
-            with open_checkpoint(stored) as encoded:
+            with open_checkpoint(stored, **of_stored) as encoded:
                 _write_as(encoded.decode("fp32"), plain, f"safetensors:{reader_dialect}")
         except TransaxleError:
             continue
