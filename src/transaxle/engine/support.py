@@ -27,6 +27,7 @@ from transaxle.encodings.conventions.packed_methods import PACKED_PARSERS
 from transaxle.encodings.conventions.quantization import Quantization, module_of, read
 from transaxle.encodings.encoding import CASTS, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.promised import find_lacks
 from transaxle.engine.checkpoint.recognise import pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG, Settings
 from transaxle.engine.plan.conversion import make_plan
@@ -315,7 +316,8 @@ def answer(choices: Settings, places: tuple[str, str], view: Mapping[str, Any], 
         implied.check_answered()
         return Support(source, target, family_name, error.refusals, implied.notes, None)
     implied.check_answered()
-    notes = (*implied.notes, *assumed, *plan.notes)
+    lacks = {lack.text for lack in find_lacks(implied.checkpoint)}  # it has no files that could lack them
+    notes = (*implied.notes, *assumed, *(note for note in plan.notes if note not in lacks))
     return Support(source, f"{plan.format}:{plan.dialect}", family_name, plan.refusals, notes, plan)
 
 

@@ -117,3 +117,10 @@ def test_a_file_that_no_index_lists_is_named(tmp_path: Path) -> None:
     index["weight_map"] |= dict.fromkeys(rest, "rest.safetensors")
     (folder / checkpoints.INDEX).write_text(json.dumps(index))
     assert tx.info(folder)["missing"] == []
+
+
+def test_a_config_without_files_lacks_nothing() -> None:
+    config = {**checkpoints.CONFIG, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_mtp_layers": 2}
+    answer = tx.supports(config, source="safetensors:hf", target="safetensors:hf")
+    assert answer
+    assert not any("is stored" in note for note in answer.notes)
