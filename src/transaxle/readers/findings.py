@@ -74,15 +74,26 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
     name = reader.name
     form = _remedy(checkpoint, reader)
     if (error := trace.get("error")) and not trace.get("failed"):
-        yield Finding("error", True, f"{name} stops with an error: {error}", (), form)
+        at = tuple(filter(None, (trace.get("stopped"),)))
+        yield Finding("error", True, f"{name} stops with an error: {error}", at, form)
+    if why := trace.get("unbuilt"):
+        effect = f"{name} cannot build the model on this machine, so that its loading was not checked: {why}"
+        yield Finding("error", True, effect)
     if failed := trace.get("failed"):
         why = "; ".join(dict.fromkeys(why for _, why in failed))
         effect = f"{name} cannot build {plural(len(failed), 'parameter')} from the tensors: {why}"
         yield Finding("error", True, effect, _in_order(each for each, _ in failed), form)
-    absent = _absent(checkpoint) if any(trace.get(key) for key in ("missing", "mismatched", "failed", "error")) else ()
+    absent = _absent(checkpoint) if any(trace.get(key) for key in _LACKS) else ()
     if missing := sorted({*trace.get("missing", ())}.difference(each for each, _ in trace.get("failed") or ())):
         effect = f"{plural(len(missing), 'parameter')} of {name} get no tensor and stay at random values"
         yield Finding("missing", True, effect, _in_order(missing), "" if absent else form)
+    if incomplete := trace.get("incomplete"):
+        example, first = incomplete[0]
+        effect = (
+            f"{plural(len(incomplete), 'parameter')} of {name} are filled only in part, and the rest stays at random "
+            f"values: {example} from the element {_shape(first)} on"
+        )
+        yield Finding("missing", True, effect, _in_order(each for each, _ in incomplete), "" if absent else form)
     if shapes := trace.get("mismatched"):
         example, file_shape, model_shape = shapes[0]
         effect = (
@@ -97,10 +108,13 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
     if twice := trace.get("twice"):
         effect = f"{name} reads {plural(len(twice), 'tensor')} from two files, and the last one stays"
         yield Finding("twice", True, effect, _in_order(twice), "Remove the file that does not belong here.")
+    yield from _draft_findings(reader, trace)
     yield from _config_findings(checkpoint, reader, trace)
     yield from _value_findings(checkpoint, reader, trace, form)
 
 
+_LACKS = ("missing", "incomplete", "mismatched", "failed", "error")
+"""Entries of a trace that tensors which the files lack may explain."""
 _CONFIG = "Correct the sizes in config.json: they are not those of the tensors."
 
 
@@ -150,12 +164,34 @@ def _drop_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace, form: s
         effect = f"{reader.name} leaves out {plural(len(names), 'tensor')} on purpose"
         yield Finding("ignored", False, effect, _in_order(names))
         untaken = [name for name in untaken if name not in names]
+    if partial := trace.get("partial"):
+        example, first = partial[0]
+        effect = (
+            f"{reader.name} takes only a part of {plural(len(partial), 'tensor')}: of {example} nothing from the "
+            f"element {_shape(first)} on"
+        )
+        yield Finding("dropped", True, effect, _in_order(each for each, _ in partial), _CONFIG)
     if unexpected:
         names = untaken or unexpected
         buffers = {part for tensor in checkpoint.encoded.values() for part in tensor.parts.values()}
         codes = " (buffers of quantized tensors)" if buffers.intersection(names) else ""
         effect = f"{reader.name} has no parameter for {plural(len(names), 'tensor')}{codes} and drops them"
         yield Finding("dropped", True, effect, _in_order(names), form)
+
+
+def _draft_findings(reader: Reader, trace: Trace) -> Iterator[Finding]:
+    """Yield a note on layers that predict further tokens, which the config promises and only speculation needs."""
+    drafts = trace.get("drafts") or {}
+    names = _in_order([*drafts.get("missing", ()), *(name for name, _ in drafts.get("incomplete", ()))])
+    why = drafts.get("error") or drafts.get("unbuilt") or ""
+    if names:
+        effect = (
+            f"the config promises layers that predict further tokens, and {plural(len(names), 'parameter')} of them "
+            f"get no tensor: {reader.name} loads the model, and cannot speculate with them"
+        )
+        yield Finding("absent", False, f"{effect}: {why}" if why else effect, names)
+    elif why:
+        yield Finding("note", False, f"the layers that predict further tokens were not checked: {why}")
 
 
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {

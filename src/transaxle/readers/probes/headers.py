@@ -75,16 +75,34 @@ class Headers:
 
     def take(self, tensors: Tensors, name: str) -> Any:
         """Return a tensor on the meta device, and count that the reader took it."""
-        import torch
-
-        code, shape = tensors[name]
         self.taken[name] += 1
-        packed = [*shape[:-1], shape[-1] // 2] if code == "F4" and shape else shape
-        return torch.empty(packed, dtype=getattr(torch, DTYPES[code]), device="meta")
+        return _meta(*tensors[name])
+
+    def write(self) -> None:
+        """Write the headers of the files, without data, for readers that look at them by themselves."""
+        for file, tensors in self.files.items():
+            entries, start = {}, 0
+            for name, (code, shape) in tensors.items():
+                stop = start + _meta(code, shape).nbytes
+                entries[name] = {"dtype": code, "shape": shape, "data_offsets": [start, stop]}
+                start = stop
+            text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+            Path(self.folder, file).write_bytes(len(text).to_bytes(8, "little") + text)
+
+    def tensor(self, name: str) -> Any:
+        """Return a tensor on the meta device that the reader has taken before."""
+        return next(_meta(*tensors[name]) for tensors in self.files.values() if name in tensors)
 
     def untaken(self) -> list[str]:
         """Return the names of the tensors that the reader never took."""
         return sorted(name for tensors in self.files.values() for name in tensors if name not in self.taken)
+
+
+def _meta(code: str, shape: list[int]) -> Any:
+    import torch
+
+    packed = [*shape[:-1], shape[-1] // 2] if code == "F4" and shape else shape
+    return torch.empty(packed, dtype=getattr(torch, DTYPES[code]), device="meta")
 
 
 _FOLDERS: dict[str, Headers] = {}

@@ -1,0 +1,141 @@
+"""`check` against vLLM itself: what it finds is what vLLM's own loader makes of the same files on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+from tests.readers import planted, probe_server
+from tests.readers.real_readers import VLLM, needs_vllm, run_vllm
+from transaxle.readers import reader_runs
+from transaxle.readers.reader import PROBES
+
+pytestmark = [*needs_vllm, pytest.mark.filterwarnings("ignore")]
+
+Check = Callable[[Path], tx.Check]
+UP = "model.layers.1.mlp.experts.2.up_proj.weight"
+W13 = "model.layers.1.mlp.experts.routed_experts.w13_weight"
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
+    """Return a function that checks a folder for vLLM, which starts once for all of them."""
+    command = [str(VLLM), probe_server.__file__, str(PROBES), "of_vllm"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))}
+    errors = tmp_path_factory.mktemp("vllm") / "errors"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        errors.open("w") as log,
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as server,
+    ):
+        assert server.stdin is not None
+
+        def run(_reader: object, request: Path, result: Path, *_: object) -> Any:
+            print(json.dumps([str(request), str(result)]), file=server.stdin, flush=True)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "done\n", errors.read_text("utf-8")[-4000:]
+            return json.loads(result.read_text("utf-8"))
+
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(reader_runs, "_run", run)
+        yield lambda folder: tx.check(folder, "vllm", python=VLLM)
+        server.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe") / "hub"
+    planted.make(planted.QWEN3_MOE, folder)
+    return folder
+
+
+@pytest.fixture
+def spoilt(moe: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies the checkpoint with other tensors or another config."""
+
+    def spoil(change: Callable[[planted.Tensors], object] = lambda _: None, **config: Any) -> Path:
+        shutil.copytree(moe, tmp_path / "spoilt")
+        planted.retensor(tmp_path / "spoilt", change)
+        planted.reconfigure(tmp_path / "spoilt", lambda keys: keys.update(config))
+        return tmp_path / "spoilt"
+
+    return spoil
+
+
+def wrong(verdict: tx.Check) -> dict[str, tuple[str, ...]]:
+    return {finding.kind: finding.names for finding in verdict.findings if finding.wrong}
+
+
+def loaded_by_vllm(folder: Path) -> dict[str, torch.Tensor]:
+    """Return what vLLM's loader makes of a folder, with NaN for elements that it never writes."""
+    (loaded,) = run_vllm([folder])
+    assert not loaded.error
+    return loaded.values
+
+
+def test_an_expert_that_is_filled_only_in_part(spoilt: Callable[..., Path], check: Check) -> None:
+    folder = spoilt(lambda tensors: tensors.pop(UP))
+    verdict = check(folder)
+    assert wrong(verdict) == {"missing": (W13,), "absent": (UP,)}
+    assert f"{W13} from the element [2, 32, 0] on" in str(verdict)
+    values = loaded_by_vllm(folder)
+    assert [name for name, value in values.items() if value.isnan().any()] == [W13]
+    assert values[W13][2, 32:].isnan().all()
+    assert not values[W13][2, :32].isnan().any()
+
+
+def test_a_bias_that_vllm_drops_without_a_word(spoilt: Callable[..., Path], check: Check) -> None:
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    folder = spoilt(lambda tensors: tensors.update({bias: torch.ones(64)}))
+    assert wrong(check(folder)) == {"dropped": (bias,)}
+    assert not any(name.endswith("qkv_proj.bias") for name in loaded_by_vllm(folder))
+
+
+def test_what_vllm_leaves_out_on_purpose_is_a_note(spoilt: Callable[..., Path], check: Check) -> None:
+    cached = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    verdict = check(spoilt(lambda tensors: tensors.update({cached: torch.ones(8)})))
+    assert verdict.ok
+    assert [(finding.kind, finding.names) for finding in verdict.findings] == [("ignored", (cached,))]
+
+
+def test_an_absent_head(spoilt: Callable[..., Path], check: Check) -> None:
+    folder = spoilt(lambda tensors: tensors.pop("lm_head.weight"))
+    assert wrong(check(folder)) == {"missing": ("lm_head.weight",), "absent": ("lm_head.weight",)}
+
+
+def test_sizes_that_are_not_those_of_the_tensors(spoilt: Callable[..., Path], check: Check) -> None:
+    """All of them, although vLLM stops at the first."""
+    norms = {f"model.layers.{layer}.self_attn.{part}_norm.weight" for layer in (0, 1) for part in "qk"}
+    assert norms <= set(wrong(check(spoilt(head_dim=32)))["shape"])
+
+
+def test_layers_that_predict_further_tokens(tmp_path: Path, check: Check) -> None:
+    fault = planted.FAULTS["no layer that predicts further tokens"]
+    fault.build(tmp_path / "hub")
+    verdict = check(tmp_path / "hub")
+    assert verdict.ok
+    assert [finding.kind for finding in verdict.findings] == ["ignored"]
+    assert {name.split(".")[2] for name in verdict.findings[0].names} == {"2"}
+    fault.spoil(tmp_path / "hub")
+    verdict = check(tmp_path / "hub")
+    assert verdict.ok
+    (note,) = verdict.findings
+    assert note.kind == "absent"
+    assert fault.mentions in note.names
+
+
+def test_an_architecture_that_vllm_lacks(spoilt: Callable[..., Path], check: Check) -> None:
+    verdict = check(spoilt(architectures=["Qwen9ForCausalLM"], model_type="qwen9"))
+    assert not verdict
+    assert "qwen9" in str(verdict)
