@@ -114,6 +114,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "device": (1.5, MANY), "dialect": (3, Path("hf"), MANY), "dst": (3, None, b"out"), "dtype": (3, MANY, float),
     "encode": (3, MANY), "ep": ("ep", 2), "family": (3, MANY), "format": (3, Path("dcp")), "group": ("all", 0, [0, 1]),
     "jobs": ("two", 1.5, True), "memory": (1.5, MANY, True), "merge": (3, b"adapter"), "mesh": ("tp", 2),
+    "base": (3, None, b"base"), "graft": (3, b"base"), "graft_over": (3, [3]), "over": (3, [3]),
     "only": (3, [3]), "params_dtype": (3, MANY), "path": (3, None, b"model"), "python": (3, b"python"),
     "report": (3, b"page"), "restate": (3, MANY), "rules": (3, MANY), "shard_size": (1.5, MANY, True, None),
     "skip": (3, [3]), "source": (3, MANY), "src": (3, None, b"model"), "to": (3, None, Path("hf")), "url": (3, b"s3://bucket"),

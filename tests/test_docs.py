@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.blocks import execute, typed
-from tests.checkpoints import CONFIG, tensors, tiny, write
+from tests.checkpoints import CONFIG, GATE, tensors, tiny, write
 from tests.engine import quantized
 from tests.formats.deepspeed.built import write_old
 from transaxle import families
@@ -105,6 +105,8 @@ def _beside(page: str, folder: Path) -> None:
         (rules,) = (block for _, block in _blocks(text, "text") if block.startswith("family"))
         (folder / "mine.rules").write_text(rules)
         _old_run(folder / "old-run")
+    if "tiny-lacking" in text:
+        write(folder / "tiny-lacking", {name: of for name, of in tensors().items() if name != GATE}, config=CONFIG)
     if "tiny-adapter" in text:
         (folder / "tiny-adapter").mkdir()
         adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
@@ -153,7 +155,7 @@ PAGES = (
     "how-to/many-machines", "how-to/add-a-family", "how-to/deepspeed", "how-to/quantized", "how-to/training",
     "how-to/load", "how-to/save", "how-to/async-save", "how-to/resume", "how-to/training-refused",
     "how-to/quantized-training", "how-to/moe", "how-to/inference", "how-to/refit", "how-to/dcp",
-    "how-to/derive-a-table", "how-to/megatron", "reference/cli", "reference/json", "reference/plan",
+    "how-to/derive-a-table", "how-to/graft", "how-to/megatron", "reference/cli", "reference/json", "reference/plan",
 )  # fmt: skip
 """Pages whose examples run as they are written, in a fresh folder."""
 AS_PROGRAMS = "tutorial"

@@ -101,6 +101,7 @@ CASES = (
     ("convert", {"only": "*"}, "only and skip need decode, encode or dtype"),
     ("verify", {"skip": "*", "merge": "a"}, "only and skip need decode or dtype"),
     ("convert", {"group_size": 64}, "group_size needs encode"),
+    ("open", {"graft_over": "*"}, "graft_over needs graft"),
     ("convert", {"items": 3}, "items needs on: nothing else is divided"),
     ("plan", {"items": 3}, "items needs write or on: nothing else is divided"),
 )
@@ -141,7 +142,7 @@ def test_each_option_is_of_a_verb_and_each_exclusion_tried() -> None:
 @pytest.mark.parametrize("axes", [{"g": 8, "e": 4}, ["g=8", "e=4"], ("g=8", "e=4"), ["g=8", "g=8", "e=4"]])
 def test_axes_are_taken_as_python_and_as_the_command_line_write_them(axes: Any) -> None:
     plain = dict.fromkeys(VERBS["open"])
-    given = {**plain, "average": False, "only": (), "skip": ()}
+    given = {**plain, "average": False, "graft_over": (), "only": (), "skip": ()}
     assert read_options("open", {**given, "axes": axes}) == {"axes": {"g": 8, "e": 4}}
     assert read_options("open", {**given, "axes": "g=8"}) == {"axes": {"g": 8}}
     nothing: tuple[Any, ...] = (None, {}, ())

@@ -48,6 +48,8 @@ Code = Literal[
 ]
 CODES: tuple[Code, ...] = get_args(Code)
 
+LACKING: frozenset[Code] = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
+"""Codes that report only missing tensors."""
 _USAGE: frozenset[Code] = frozenset({"AMBIGUOUS", "UNKNOWN_FAMILY", "UNKNOWN_AXIS", "EXISTS"})
 _SHOWN = 30
 """Number of refusals that `str(error)` shows."""

@@ -91,6 +91,10 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                "[default: check]", default=True),
         Option("ranks", "text", "Names of the torch files of a job's ranks, with {} for the rank.",
                metavar="TEMPLATE", example="model_rank{}.pt"),
+        Option("graft", "path", "Take tensors that SRC lacks (MTP layers, a tower) from this checkpoint of the model.",
+               metavar="BASE"),
+        Option("graft_over", "patterns", "With --graft: also replace tensors of SRC with these names.  Repeatable.",
+               (), metavar="PATTERN"),
     ),
     "Ranks of the target": (
         Option("tp", "count", "megatron_torch, vllm_sharded: tensor-parallel ranks; torch_dist: those for which to "
@@ -160,9 +164,13 @@ OPTIONS: Mapping[str, Option] = {option.name: option for section in SECTIONS.val
 
 READING = ("format", "family", "dialect", "config", "axes", "rules", "weights", "optimizer", "average", "ranks")
 """Options that determine how a checkpoint is recognised and read."""
-OPENING = (*READING, "decode", "restate", "dtype", "merge", "only", "skip")
+GRAFTING = ("graft", "graft_over")
+"""Options that add tensors of another checkpoint."""
+OPENING = (*READING, *GRAFTING, "decode", "restate", "dtype", "merge", "only", "skip")
 """Options of `open`: the `READING` options, and options that change or select the values that are read."""
-OF_FIRST = frozenset({"dialect", "format", "ranks", "only", "skip", "dtype", "merge", "restate"})
+OF_FIRST = frozenset({
+    "dialect", "format", "graft", "graft_over", "ranks", "only", "skip", "dtype", "merge", "restate",
+})  # fmt: skip
 """Options that apply only to the first checkpoint, if two checkpoints are compared."""
 OF_ONE = frozenset({"decode", "weights", "average"})
 """Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""
@@ -236,6 +244,7 @@ EXCLUSIONS = (
     Exclusion(("decode", "dtype", "encode", "merge", "restate")),
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
     Exclusion(("group_size",), needs=("encode",)),
+    Exclusion(("graft_over",), needs=("graft",)),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),
 )
 """All combinations of options that are refused for every checkpoint."""

@@ -32,7 +32,7 @@ from transaxle.arguments import (
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, open_source
 from transaxle.engine.observers import Progress, Unverified, Unwatched, Watch, no_progress, report_progress
 from transaxle.errors import Refused
-from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
+from transaxle.options import GRAFTING, OPENING, READING, SHAPING, SHARD_SIZE, select
 
 if TYPE_CHECKING:
     from transaxle.engine.carry import Report
@@ -64,6 +64,8 @@ def open(  # noqa: A001 - the contract's name
     optimizer: bool | None = None,
     average: bool = False,
     ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     restate: str | None = None,
     dtype: DType | None = None,
@@ -85,6 +87,8 @@ def open(  # noqa: A001 - the contract's name
         optimizer: whether to include the optimizer's state; None means to include it, except in `safetensors:hf`.
         average: whether to replace replicas that differ between ranks (DeepSpeed, Megatron) by their mean.
         ranks: names of the torch files of a job's ranks, such as `model_rank{}.pt`; None means verl's names.
+        graft: path or URL of a checkpoint of the same model, from which tensors are taken that `path` lacks.
+        graft_over: patterns of the names of tensors of `path` that are replaced by those of `graft`.
         decode: `bf16` or `fp32`: the dtype to which quantized tensors are decoded when they are read.
         restate: convention or encoding in which quantized tensors are shown with the same values, such as `modelopt`.
         dtype: `bf16`, `fp16` or `fp32`: the dtype to which unquantized tensors are cast when they are read.
@@ -115,6 +119,8 @@ def info(
     optimizer: bool | None = None,
     average: bool = False,
     ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     restate: str | None = None,
     dtype: DType | None = None,
@@ -209,13 +215,6 @@ def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]
     return rules_facts(read_path("rules", rules), None if path is None else read_path("path", path))
 
 
-def is_lead() -> bool:
-    """Return whether this process is the first rank of a torchrun job, or belongs to no torchrun job."""
-    from transaxle.engine.distribute.driver import is_lead
-
-    return is_lead()
-
-
 def _encode_request(options: Mapping[str, Any]) -> Encode | None:
     """Return which tensors the user wants to encode; None for no tensors."""
     if (encoding := options.get("encode")) is None:
@@ -253,12 +252,15 @@ class _Conversion:
         self.target = read_path("dst", dst)
         self._encode = _encode_request(options)
         self._degrees, self._shaping = read_degrees(options), select(options, SHAPING)
-        self.opening = select(options, OPENING if self._encode is None else READING)
+        self.opening = select(options, OPENING if self._encode is None else (*READING, *GRAFTING))
         self.limit = limits(options.get("jobs"), options.get("memory"))
         self._together = options.get("on") == "torchrun"
-        self._leads = not self._together or is_lead()
-        has_page = "report" in options and not self._together
-        self.page: ConversionPage | None = self._new_page() if has_page else None
+        self._leads = True
+        if self._together:
+            from transaxle.engine.distribute.driver import is_lead
+
+            self._leads = is_lead()
+        self.page: ConversionPage | None = self._new_page() if "report" in options and not self._together else None
         self.order: ConversionOrder | None = None
         if "on" in options or "write" in options:
             from transaxle.engine.distribute.driver import check_on
@@ -412,6 +414,8 @@ def plan(
     optimizer: bool | None = None,
     average: bool = False,
     ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     restate: str | None = None,
     dtype: DType | None = None,
@@ -485,6 +489,8 @@ def convert(
     optimizer: bool | None = None,
     average: bool = False,
     ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     restate: str | None = None,
     dtype: DType | None = None,
@@ -650,6 +656,8 @@ def verify(
     optimizer: bool | None = None,
     average: bool = False,
     ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     restate: str | None = None,
     dtype: DType | None = None,
@@ -667,8 +675,8 @@ def verify(
         progress: function that is called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
-    The other arguments are those of `open`. The options `dialect`, `format`, `ranks`, `dtype`, `merge`, `only` and
-    `skip` apply to the first checkpoint only.
+    The other arguments are those of `open`. The options `dialect`, `format`, `ranks`, `graft`, `graft_over`, `dtype`,
+    `merge`, `only` and `skip` apply to the first checkpoint only.
 
     Returns:
         The verification, which is true on success, so that `assert tx.verify(a, b)` fails if the checkpoints differ.
@@ -714,6 +722,8 @@ def diff(
     optimizer: bool | None = None,
     average: bool = False,
     ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     restate: str | None = None,
     dtype: DType | None = None,
@@ -733,8 +743,8 @@ def diff(
         progress: function that is called with the number of bytes of each block read.
         watch: observer of the run, including progress.
 
-    The other arguments are those of `open`. The options `dialect`, `format`, `ranks`, `dtype`, `merge`, `only` and
-    `skip` apply to the first checkpoint only.
+    The other arguments are those of `open`. The options `dialect`, `format`, `ranks`, `graft`, `graft_over`, `dtype`,
+    `merge`, `only` and `skip` apply to the first checkpoint only.
 
     Returns:
         The comparison, which is true if the checkpoints do not differ; `.equal` is the same boolean.
@@ -769,13 +779,11 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     uploads and unfinished work of several workers; a run that still uses them fails.
 
     Args:
-        path: a target (which need not exist), a folder of targets, or a leftover; on S3, a URL, which may be that of a
-            bucket.
+        path: a target (which need not exist), a folder of targets, a leftover, or the URL of one, or of a bucket on S3.
         remove: whether to remove the leftovers; if False, they are only listed.
 
     Returns:
-        All leftovers, each with an `outcome`: `removed`; `put back`; `found` if `remove` is False; or `kept`, with the
-        reason in `why`: a process uses it, or it contains files that belong to no checkpoint.
+        All leftovers, each with an `outcome`: `removed`, `put back`, `found` (`remove` is False), `kept` (see `why`).
 
     Raises:
         Refused: with the code UNSUPPORTED if the path is the URL of a service other than S3.
@@ -785,12 +793,8 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
 
     read_flag("remove", remove)
     all_leftovers = leftovers.leftovers(read_path("path", path))
-    if not remove:
-        return all_leftovers
-    return tuple(leftovers.clean(each) if each.outcome == "found" else each for each in all_leftovers)
+    return tuple(leftovers.clean(each) if remove and each.outcome == "found" else each for each in all_leftovers)
 
 
-__all__ = [
-    "Unverified", "Watch", "check", "check_rules", "clean", "convert", "diff", "info", "open", "plan", "supports",
-    "verify",
-]  # fmt: skip
+__all__ = ["Unverified", "Watch", "check", "check_rules", "clean", "convert", "diff", "info", "open", "plan",
+           "supports", "verify"]  # fmt: skip

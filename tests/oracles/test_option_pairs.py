@@ -73,6 +73,8 @@ OF_CONVENTIONS = {"restate", "group_size"}
 
 OF_DAMAGE = {"check_source"}
 """What `tests/engine/checkpoint/test_source_hashes.py` runs through: for an intact source it changes nothing."""
+OF_GRAFTS = {"graft", "graft_over"}
+"""What `tests/engine/checkpoint/test_grafting.py` runs through: they need a source that lacks tensors."""
 
 
 def test_the_sweep_has_every_option() -> None:
@@ -83,7 +85,7 @@ def test_the_sweep_has_every_option() -> None:
         **{factor: {factor.removeprefix("named ")} for factor in FACTORS if factor.startswith("named ")},
     }
     listed = set().union(*(several.get(factor, {factor}) for factor in FACTORS))
-    elsewhere = OF_RANK_FILES | OF_CONVENTIONS | OF_DAMAGE
+    elsewhere = OF_RANK_FILES | OF_CONVENTIONS | OF_DAMAGE | OF_GRAFTS
     assert (listed - {names.INTERFACE, names.SOURCE}) | elsewhere == {*VERBS["convert"]}
 
 

@@ -103,6 +103,12 @@ def _largest_errors(measured: Sequence[MeasuredTensor]) -> str:
     )
 
 
+def print_grafted(screen: Screen, grafted: Mapping[str, str]) -> None:
+    """Print the names of the tensors whose values come from another checkpoint than the source."""
+    for base in dict.fromkeys(grafted.values()):
+        screen.some(f"  grafted from {base}: {plural(len(grafted), 'tensor')}", list(fold_to_text(tuple(grafted))))
+
+
 def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
     """Print the names of plain tensors that keep their dtype although other tensors are cast."""
     if stayed:
@@ -179,6 +185,7 @@ _EXTRA = "._extra_state"
         ("transaxle convert Llama-NVFP4/ out/ --to hf --restate modelopt", "the same values for other programs"),
         ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "cast"),
         ("transaxle convert Qwen3-8B/ out/ --to hf --merge adapter/", "merge a LoRA adapter"),
+        ("transaxle convert run/step-100/ out/ --to hf --graft GLM-4.5/", "take the layers that training dropped"),
     ),
     help="""Convert a checkpoint, exactly or not at all.
 
@@ -188,7 +195,8 @@ _EXTRA = "._extra_state"
 
     Quantized tensors keep their codes and scales. --decode turns quantized tensors into plain tensors, --encode
     quantizes plain tensors, --restate stores quantized tensors in a different convention or encoding with the same
-    values, --dtype casts plain tensors, and --merge adds the changes of a LoRA adapter to the weights.
+    values, --dtype casts plain tensors, and --merge adds the changes of a LoRA adapter to the weights. --graft takes
+    the tensors that SRC lacks from another checkpoint of the model.
     The report then lists every tensor whose values changed, with its largest and its RMS error. Finite values that
     would become infinite are refused unless you give --allow-lossy.
 
@@ -217,8 +225,11 @@ def convert_command(screen: Screen, src: str, dst: str, options: dict[str, Any])
             report = verbs.convert(src, dst, watch=screen, **options)
         except verbs.Unverified as error:
             report = error.report
-    if together and not verbs.is_lead():
-        return 0
+    if together:
+        from transaxle.engine.distribute.driver import is_lead
+
+        if not is_lead():
+            return 0
     return _print_result(screen, report, options["report"])
 
 
@@ -228,7 +239,9 @@ def _print_once(together: bool) -> Iterator[None]:
     try:
         yield
     except TransaxleError as error:
-        if together and not verbs.is_lead():
+        from transaxle.engine.distribute.driver import is_lead
+
+        if together and not is_lead():
             from transaxle.live.transport.world import is_loss
 
             if not is_loss(error):
@@ -279,6 +292,7 @@ def print_report(screen: Screen, report: Report) -> None:
     if report.checks:
         screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
     print_measured(screen, report.recoded)
+    print_grafted(screen, report.grafted)
     print_stayed(screen, report.stayed)
     print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
@@ -529,6 +543,7 @@ def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
     head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
     screen.line((" · ".join(text for text in head if text), "bold"))
     _print_routes(screen, plan)
+    print_grafted(screen, plan.grafted)
     print_stayed(screen, plan.stayed)
     print_counted(screen, plan.counted)
     print_others(screen, plan.kept, plan.ignored, plan.carried)

@@ -418,6 +418,7 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
         tensors={
             tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
         },
+        grafted=tuple(plan.grafted) or msgspec.UNSET,
         source=msgspec.UNSET if without_commit(plan.source) == plan.source else plan.source,
     )
 
@@ -462,6 +463,8 @@ class Report:
     """
     recoded: tuple[MeasuredTensor, ...] = ()
     """Tensors that were decoded, encoded or cast, with the errors of their values."""
+    grafted: Mapping[str, str] = field(default_factory=dict)
+    """Tensor whose values come, at least in part, from another checkpoint -> path of that checkpoint."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that kept their dtype while other tensors were cast."""
     counted: Mapping[str, int] = field(default_factory=dict)
@@ -543,6 +546,7 @@ def make_report(
         ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
         carried=() if single else plan.beside,
         recoded=recoded,
+        grafted=plan.grafted,
         stayed=plan.stayed,
         notes=plan.notes,
         counted=plan.counted,

@@ -41,6 +41,7 @@ from transaxle.engine.carry import (
     write_fragments,
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.checkpoint.source_hashes import problems_of, watch_hashes
 from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.engine.plan.planned import Plan, PlannedTensor
@@ -241,18 +242,17 @@ def _check_place(
 
 
 def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
-    """Yield a refusal for each file, of the source or of a merged adapter, that does not match its recorded hash."""
+    """Yield a refusal for each file, of the source or of `Recoding.additional`, that does not match its hash."""
     checkpoint = prepared.checkpoint
     storage = checkpoint.container.storage
     carries = not (target and is_one_file(target))
     yield from problems_of(storage, copies_about_use=carries, config_given=checkpoint.settings.config is not None)
-    adapter = checkpoint.container.recoding.adapter
-    if adapter is not None:
-        yield from problems_of(adapter.storage, copies_about_use=False, config_given=True)
+    for container in checkpoint.container.recoding.additional.values():
+        yield from problems_of(container.storage, copies_about_use=False, config_given=True)
 
 
 def watch_source(prepared: Prepared) -> None:
-    """Start to check the bytes that are read from the source and from a merged adapter against their recorded hashes,
+    """Start to check the bytes that are read from the source and from `Recoding.additional` against their hashes,
     unless `check_source` is False.
 
     Raises:
@@ -262,9 +262,8 @@ def watch_source(prepared: Prepared) -> None:
         return
     storage = prepared.checkpoint.container.storage
     watch_hashes(storage)
-    adapter = prepared.checkpoint.container.recoding.adapter
-    if adapter is not None:
-        watch_hashes(adapter.storage)
+    for container in prepared.checkpoint.container.recoding.additional.values():
+        watch_hashes(container.storage)
 
 
 def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
@@ -273,11 +272,11 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     state = state_of(storage, source_files(prepared), problems)
-    adapter = prepared.checkpoint.container.recoding.adapter
-    if adapter is not None:
-        state = digest((state + state_of(adapter.storage, (*adapter.files, ADAPTER_CONFIG), problems)).encode())
+    for container in prepared.checkpoint.container.recoding.additional.values():
+        configs = [name for name in (ADAPTER_CONFIG, CONFIG) if name in container.carried]
+        state = digest((state + state_of(container.storage, (*container.files, *configs), problems)).encode())
     # without paths: the user may type the same path differently, and notes contain paths
-    plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source="", notes=()))
+    plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source="", grafted={}, notes=()))
     return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(plan_text))
 
 
@@ -302,8 +301,8 @@ def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) ->
 def refuse_overlap(checkpoint: Checkpoint, target: str) -> None:
     """Refuse a target that overlaps with files that the conversion reads.
 
-    A target overlaps if it is the source or a merged adapter, if it is inside or contains one of them, or if it
-    contains a config or rules file that the user named.
+    A target overlaps if it is the source, a merged adapter or the base of a graft, if it is inside or contains one of
+    them, or if it contains a config or rules file that the user named.
 
     Args:
         checkpoint: the source checkpoint.
@@ -320,9 +319,8 @@ def refuse_overlap(checkpoint: Checkpoint, target: str) -> None:
 def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[tuple[str, str]]:
     container = checkpoint.container
     yield from _overlap_reasons("source", checkpoint.path, container, target)
-    adapter = container.recoding.adapter
-    if adapter is not None:
-        yield from _overlap_reasons("adapter", adapter.path, adapter, target)
+    for role, additional in container.recoding.additional.items():
+        yield from _overlap_reasons(role, additional.path, additional, target)
     target_place = _local_place(target)
     if target_place is not None:
         target_path = Path(os.path.realpath(target_place))
@@ -332,12 +330,12 @@ def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[tuple[str, str]]:
 
 
 def _overlap_reasons(role: str, path: str, container: Container, target: str) -> Iterator[tuple[str, str]]:
-    """Yield the reasons why a target overlaps with a source or adapter, each with advice for the user.
+    """Yield the reasons why a target overlaps with a source, adapter or base, each with advice for the user.
 
     Args:
-        role: `source` or `adapter`, the word to use in messages.
-        path: path or URL of the source or adapter, as the user typed it.
-        container: the files of the source or adapter.
+        role: `source`, `adapter` or `base`, the word to use in messages.
+        path: path or URL of the checkpoint, as the user typed it.
+        container: the files of the checkpoint.
         target: path or URL of the target, as the user typed it.
     """
     source_place, target_place = _local_place(path), _local_place(target)

@@ -330,7 +330,8 @@ def _merge(model: Model, adapter: Container, config: Mapping[str, Any], express:
         mergers[_MERGED + name] = Merger(entry, stored, model.container.storage, (target, source), replaced=replaced)
         extent = Extent((0,) * len(entry.shape), entry.shape, _MERGED + name, 0)
         entries[name] = replace(entry, extents=(extent,))
-    return model.container.with_computed(mergers, entries, adapter=adapter, notes=tuple(_notes(changes)))
+    notes = (*model.container.recoding.notes, *_notes(changes))
+    return model.container.with_computed(mergers, entries, additional={"adapter": adapter}, notes=notes)
 
 
 def _find_dialect(model: Model, adapter_names: set[str]) -> tuple[str | None, Mapping[str, tuple[int, ...]]]:

@@ -36,7 +36,7 @@ from transaxle.axes.geometry import Loop
 from transaxle.encodings.value_steps import ComputedTensor
 from transaxle.errors import refuse
 from transaxle.formats.storage.copier import READING, Steps, read_strided
-from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles
+from transaxle.formats.storage.storage import Overlay, Storage, VirtualFiles, as_text
 
 if TYPE_CHECKING:
     from transaxle.errors import Refusal
@@ -228,7 +228,7 @@ class Twin(msgspec.Struct, frozen=True):
 
 
 class Recoding(msgspec.Struct, frozen=True):
-    """How tensor values are changed while a checkpoint is read: by decoding, by casts, or by merging an adapter."""
+    """How a view differs from the files: by decoding, by casts, by a merged adapter, or by grafted tensors."""
 
     computed: Mapping[str, ComputedTensor] = msgspec.field(default_factory=dict)
     """Name of a virtual file -> the computation that produces the file's values."""
@@ -236,8 +236,11 @@ class Recoding(msgspec.Struct, frozen=True):
     """Safetensors code of the dtype to which plain tensors are cast; None means no cast."""
     stayed: tuple[str, ...] = ()
     """Names of the plain tensors that keep their dtype although all other plain tensors are cast."""
-    adapter: Container | None = None
-    """The LoRA adapter that is merged into the weights."""
+    additional: Mapping[str, Container] = msgspec.field(default_factory=dict)
+    """Role -> checkpoint from which tensors are computed too: an `adapter` that is merged into the weights, or a
+    `base` from which tensors are grafted."""
+    grafted: frozenset[str] = frozenset()
+    """Names of the tensors, without buffer suffixes, whose values come from the `base`."""
     notes: tuple[str, ...] = ()
     """Sentences about the decoding, casts and merges, which are shown together with a conversion plan."""
     compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)
@@ -254,6 +257,11 @@ class Recoding(msgspec.Struct, frozen=True):
     """Name of a config file -> its content in the files, if the shown config describes restated tensors."""
     restated: str = ""
     """Convention in which tensors were restated; empty if they were not."""
+
+    @property
+    def base(self) -> str:
+        """Path of the checkpoint from which tensors are grafted, as the user typed it; empty if none are."""
+        return as_text(self.additional["base"].path) if self.grafted else ""
 
 
 class Container(msgspec.Struct, frozen=True):
@@ -324,8 +332,9 @@ class Container(msgspec.Struct, frozen=True):
             **changes: new values of fields of `Recoding` and `Container`.
         """
         recoding = {name: changes.pop(name) for name in Recoding.__struct_fields__ if name in changes}
-        adapter: Container | None = recoding.get("adapter")
-        storage = VirtualFiles(self.storage, computed, () if adapter is None else (adapter.storage,))
+        additional: Mapping[str, Container] = recoding.get("additional", {})
+        storage = VirtualFiles(self.storage, computed, [container.storage for container in additional.values()])
+        recoding["additional"] = {**self.recoding.additional, **additional}
         recoding["computed"] = {**self.recoding.computed, **computed}
         return replace(self, storage=storage, entries=entries, recoding=replace(self.recoding, **recoding), **changes)
 

@@ -23,6 +23,7 @@ from transaxle.arguments import (
     Config,
     DType,
     PathLike,
+    Patterns,
     check_flags,
     read_count,
     read_float_type,
@@ -78,6 +79,8 @@ def load(
     config: Config | None = None,
     axes: Axes | None = None,
     rules: PathLike | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     dtype: DType | None = None,
     broadcast_replicated: bool = True,
@@ -105,6 +108,8 @@ def load(
             source that is already open, pass `config`, `axes` and `rules` to `open` instead.
         axes: axis -> size, such as `{"g": 8}`; these sizes override sizes from configs and shapes.
         rules: path of a rules file with your own families and dialects.
+        graft: path or URL of a checkpoint of the same model, from which tensors are loaded that the source lacks.
+        graft_over: patterns of the names of the source's tensors that are loaded from `graft` instead.
         decode: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from encoded (quantized) tensors, which
             are decoded. If `decode` is None, encoded tensors are refused.
         dtype: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from floating-point tensors of other
@@ -126,11 +131,9 @@ def load(
         dialect = read_optional_text("dialect", dialect, "hf")
         decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
         meta_device = read_device("device", device)
-    world.require_alike({
-        "family": family, "dialect": dialect, "strict": strict, "decode": decode, "dtype": dtype,
-        "optimizer": optimizer is not None, "axes": axes, "broadcast_replicated": broadcast_replicated,
-    })  # fmt: skip
-    reading = {"axes": axes, "config": config, "rules": rules}
+    world.require_alike({"family": family, "dialect": dialect, "strict": strict, "decode": decode, "dtype": dtype,
+        "optimizer": optimizer is not None, "axes": axes, "broadcast_replicated": broadcast_replicated})  # fmt: skip
+    reading = {"axes": axes, "config": config, "rules": rules, "graft": graft, "graft_over": graft_over or None}
     with open_source(src, world, reading, with_state=optimizer is not None, strict=strict) as source:
         checkpoint = (source if decode is None or source.undecoded is None else source.undecoded).stored
         with clock.stage("plan"):
@@ -152,7 +155,7 @@ def load(
             received = movement.move_exchanged()
         bytes_read = plan.storage.bytes_read - read_before
         with clock.stage("check"):
-            check_read(plan.storage, world)
+            check_read(checkpoint, world)
     with world.together():
         check_filled(filling.destinations)
     with world.together():

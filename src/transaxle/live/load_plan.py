@@ -36,6 +36,7 @@ from transaxle.engine.views.cast import refuse_scales_alone
 from transaxle.engine.views.decoded import rename_groups
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
 from transaxle.formats.catalog import Checksum
+from transaxle.formats.catalog import Container as OpenedFiles
 from transaxle.formats.checksums import Tally, Witness
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.local import LocalStorage
@@ -526,13 +527,11 @@ def open_source(
         TransaxleError: raised on every rank, if the source cannot be opened; with code CORRUPT or AMBIGUOUS, if ranks
             have opened different checkpoints, or opened a checkpoint with different options.
     """
+    reading = {name: value for name, value in reading.items() if value is not None}
     if isinstance(src, Checkpoint):
         with world.together():
-            option_names = [name for name, value in reading.items() if value is not None]
-            if option_names:
-                raise TypeError(
-                    f"{', '.join(option_names)}: pass this to open() instead; the checkpoint is already open"
-                )
+            if reading:
+                raise TypeError(f"{', '.join(reading)}: pass this to open() instead; the checkpoint is already open")
         if world.size > 1:
             refuse_different(src, world)
         yield src
@@ -595,14 +594,19 @@ def _reading(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _identity(checkpoint: Checkpoint) -> str:
-    storage = checkpoint.container.storage
+    containers = checkpoint.container, *checkpoint.container.recoding.additional.values()
+    return " ".join(map(_identity_of, containers))
+
+
+def _identity_of(container: OpenedFiles) -> str:
+    storage = container.storage
     if storage.single is None and MANIFEST in storage.names() and storage.size(MANIFEST) <= _LARGEST_MANIFEST:
         return digest(storage.read(MANIFEST, 0, storage.size(MANIFEST)))
-    pinned = checkpoint.path if without_commit(checkpoint.path) != checkpoint.path else ""
-    return digest(repr((pinned, sorted(checkpoint.container.files.items()))).encode())
+    pinned = container.path if without_commit(container.path) != container.path else ""
+    return digest(repr((pinned, sorted(container.files.items()))).encode())
 
 
-def check_read(storage: Storage, world: World) -> None:
+def check_read(checkpoint: Checkpoint, world: World) -> None:
     """Check that no file was rewritten while it was read, and that the bytes match their checksums; all ranks must call
     this function.
 
@@ -612,11 +616,13 @@ def check_read(storage: Storage, world: World) -> None:
         Refused: raised on every rank with code CORRUPT, if files have changed or bytes do not match their checksums.
         StorageError: with code IO, if the source cannot be read.
     """
-    with world.together():
-        files = lowest(storage)
-        if isinstance(files, LocalStorage):
-            files.refuse_rewritten()
-    _check_sums(storage, world)
+    container = checkpoint.container
+    for storage in (container.storage, *(other.storage for other in container.recoding.additional.values())):
+        with world.together():
+            files = lowest(storage)
+            if isinstance(files, LocalStorage):
+                files.refuse_rewritten()
+        _check_sums(storage, world)
 
 
 def _check_sums(storage: Storage, world: World) -> None:

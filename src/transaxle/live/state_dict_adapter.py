@@ -23,11 +23,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transaxle.arguments import Config, read_optional_text, read_text
 from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.translation.grouped import Regrouping
-from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.source import Source
 from transaxle.engine.wording import plural
-from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.errors import LACKING, Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived import find_unloadable, settle
 from transaxle.live.global_tensors import Census, own_census
 from transaxle.live.memory import check_zero, container, own_entry, rank_of, tensor_of

@@ -57,6 +57,8 @@ def report(
     optimizer: bool | None = None,
     average: bool = False,
     ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     decode: DType | None = None,
     restate: str | None = None,
     dtype: DType | None = None,

@@ -18,8 +18,8 @@ from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.translation.translate import translate
-from transaxle.engine.checkpoint.checkpoint import refuse_half_converted
 from transaxle.engine.checkpoint.recognise import recognise
+from transaxle.engine.unnamed import refuse_half_converted
 from transaxle.errors import Refusal
 from transaxle.families import builtin
 from transaxle.formats.catalog import Entry, Extent

@@ -353,7 +353,7 @@ def _with_names_of(dialect: Dialect, bound: BoundNames, sizes: Sizes, stored: Ma
         return bound
     newly_bound = bind(bound.unknown, bound.family, dialect, sizes, encodings=bound.encodings, stored=stored)
     names: _NamesByLine = defaultdict(dict, {key: dict(of_line) for key, of_line in bound.names.items()})
-    present = _Presence(bound.names)
+    present = Presence(bound.names)
     read = set()
     for (line, slot), of_line in newly_bound.names.items():
         for position, name in of_line.items():
@@ -509,7 +509,7 @@ def _settle(
     """
     settled: list[tuple[Line, Index, str]] = []
     problems: dict[tuple[Line, ...], Refusal] = {}
-    present = _Presence(bound_names if weights is None else weights.names)
+    present = Presence(bound_names if weights is None else weights.names)
     for name, fits in doubtful:
         encoding = words(encodings.get(name, PLAIN))
 
@@ -537,7 +537,7 @@ def _settle(
         bound_names[line, split_slot(name)[1]][position] = name
 
 
-class _Presence:
+class Presence:
     """The logical tensors that the matched names contain, and for which indices."""
 
     def __init__(self, bound_names: Mapping[tuple[Line, str], Mapping[Index, str]]) -> None:

@@ -1,22 +1,14 @@
 """An open checkpoint: a mapping from names to tensors, in the stored dialect or, lazily, in a different dialect.
 
 Nothing is loaded until a tensor is read, and reading a box of a tensor reads only the bytes of that box.
-
-The table of a text model also fits such a model inside a larger one, where its names follow a prefix such as
-`language_model.`. But the table does not know how another framework names the tensors outside of the text model, or
-additional tensors in its layers. If only some tensors of a layer were renamed, the target framework would never find
-the others. So a conversion is refused if some tensors have no known name in the target dialect (`refuse_foreign`,
-`refuse_half_converted`). Without a change of dialect, such a checkpoint can still be moved.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import accumulate
 from math import prod
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -33,15 +25,14 @@ from transaxle.arguments import (
     read_source,
     read_text,
 )
-from transaxle.axes.layout.bind import IN_MEMORY, WEIGHT, BoundNames, Index, split_slot, without_wrappers
+from transaxle.axes.layout.bind import IN_MEMORY, BoundNames, without_wrappers
 from transaxle.axes.layout.relayout import Check, Target, identity_target
-from transaxle.axes.notation.family import Dialect, Line, Recode, Sizes, same
-from transaxle.axes.notation.name import is_outer, natural, skeleton
-from transaxle.axes.translation.translate import Translation
+from transaxle.axes.notation.family import Recode, Sizes, same
+from transaxle.axes.notation.name import natural, skeleton
 from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.manifest import Manifest
 from transaxle.engine.checkpoint.peft_adapter import adapter_config, in_dialect
-from transaxle.engine.checkpoint.recognise import IDENTITY, Reading, StoredNames, model_types, pick_dialect
+from transaxle.engine.checkpoint.recognise import IDENTITY, Reading, StoredNames, pick_dialect
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.checkpoint.source_hashes import with_hash_witness
 from transaxle.engine.checkpoint.stored_tensor import (
@@ -54,6 +45,7 @@ from transaxle.engine.checkpoint.stored_tensor import (
     table,
 )
 from transaxle.engine.source import Source
+from transaxle.engine.unnamed import refuse_foreign, refuse_half_converted
 from transaxle.engine.views.decoded import rename_groups
 from transaxle.engine.views.encode import select_names
 from transaxle.engine.views.encoded import (
@@ -65,21 +57,18 @@ from transaxle.engine.views.encoded import (
     refuse_plain,
 )
 from transaxle.engine.views.stated_shapes import with_shape_files
-from transaxle.engine.wording import plural
-from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.errors import LACKING, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container, part_of_ranks
 from transaxle.formats.registry import UNIVERSAL, without_gc
 from transaxle.formats.shards import has_state
 from transaxle.formats.storage.storage import Storage, close, is_closed
-from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, PARAMS, is_extra_state
+from transaxle.formats.training_state import GROUPS, LEFT_BEHIND, OPTIMIZER, PARAMS
 from transaxle.spans import stage
 
-LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
-"""Refusal codes that report only missing tensors."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 __all__ = [
-    "LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "open_source", "refuse_stateless",
+    "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "open_source", "refuse_stateless",
 ]  # fmt: skip
 
 
@@ -229,6 +218,10 @@ class Checkpoint(TensorSet):
             split_by_format=self.format == UNIVERSAL.name,
         )
         view, part = add_buffers(translation, self.catalog), part_of_ranks(self.container.storage)
+        if self.container.recoding.grafted:
+            from transaxle.engine.checkpoint.grafting import with_graft
+
+            view = with_graft(view, self.container)
         return view if part is None else replace(view, refusals=(part, *view.refusals))
 
     def as_dialect(self, dialect: str) -> Checkpoint:
@@ -402,6 +395,29 @@ class Checkpoint(TensorSet):
         changed = merge_adapter(self.stored, files, adapter_config(files) or {}, self._with_files)
         return Checkpoint(changed, self.settings, None, None)
 
+    def graft(self, base: PathLike, over: Patterns = ()) -> Checkpoint:
+        """Return a view with the tensors of a second checkpoint of the model that this one lacks; `close` also closes
+        that checkpoint.
+
+        Args:
+            base: path or URL of the second checkpoint, of any format, dialect and encoding.
+            over: patterns of the names of tensors of this checkpoint that are replaced by those of the second one.
+
+        Raises:
+            TransaxleError: the errors of `graft_tensors`, and of opening the second checkpoint.
+        """
+        from transaxle.engine.checkpoint.grafting import graft_tensors
+
+        base, over = read_path("base", base), read_patterns("over", over)
+        files = _open_files(base, Settings(families=self.settings.families, optimizer=False), lenient=False)
+        try:
+            settings = Settings(families=self.settings.families)
+            view = graft_tensors(self.stored, Checkpoint(files, settings, None, None), over)
+        except BaseException:
+            close(files.storage)
+            raise
+        return self._remember_step(view, "graft", base, over)
+
     def _with_files(self, files: Container, dialect: str, config: Any = None, axes: Any = None) -> Checkpoint:
         """Return a checkpoint of other files of this model; an empty dialect means the one that the user chose."""
         options = replace(self.settings, dialect=dialect or self.settings.dialect, axes=axes or self.settings.axes)
@@ -543,6 +559,8 @@ def open_checkpoint(
     lenient: bool = False,
     merge: PathLike | None = None,
     restate: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
     **options: Any,
 ) -> Checkpoint:
     """Open a checkpoint of any known format without loading tensors and without importing torch.
@@ -556,6 +574,8 @@ def open_checkpoint(
         lenient: whether to accept a checkpoint, one of two, that lacks what an option needs (codes, choices, state).
         merge: path of a LoRA adapter to merge into the weights when they are read.
         restate: convention or encoding in which encoded tensors are shown, with the same values.
+        graft: path of a checkpoint of the same model, from which tensors are taken that this one lacks.
+        graft_over: patterns of the names of tensors that are taken from that checkpoint too, although they are here.
         **options: the options of `engine.checkpoint.settings`.
 
     Raises:
@@ -571,40 +591,58 @@ def open_checkpoint(
     if len(several := [name for name, value in view_options.items() if value is not None]) > 1:
         raise TypeError(f"{' and '.join(several)} exclude each other; give only one")
     source, user = read_path("path", path), settings(**options)
-    choices = partial(_cut_over_ranks, user), user.optimizer, user.ranks
-    how: dict[str, Any] = {"average": user.average, "lenient": lenient, "naming": partial(_parameter_names, user)}
-    opening: Any = partial(open_container, source, config_above=user.config is None, **how)
-    open_as_written = None if user.weights is None else partial(opening, user.format, None, *choices)
-    container = with_shape_files(with_hash_witness(opening(user.format, user.weights, *choices), open_as_written))
-    container = add_compact_scales(container) if describes_codes(container.metadata) else container
-    if user.average:
-        from transaxle.engine.duplicates import average_replicas
-
-        container = average_replicas(container)
+    over = read_patterns("graft_over", graft_over)
+    if over and graft is None:
+        raise TypeError("graft_over needs graft")
+    container = _open_files(source, user, lenient=lenient)
     rules = None if options.get("rules") is None else os.path.abspath(options["rules"])  # noqa: PTH100 - links stay
     if container.inside and not container.config_path:  # a config above needs the folder as given
         source = f"{source.rstrip('/')}/{container.inside}"
-    absolute_path = source if "://" in source else os.path.abspath(source)  # noqa: PTH100 - links stay
+    absolute_path, base = _absolute(source), None if graft is None else _absolute(read_path("graft", graft))
     reading = {"decode": decode, "dtype": dtype, "only": only, "skip": skip, "lenient": lenient, "rules": rules}
-    reading = {**options, "config": user.config, **reading, "restate": restate}
+    reading = {**options, "config": user.config, **reading, "restate": restate, "graft": base, "graft_over": over}
     checkpoint = Checkpoint(container, user, None, None)
     if user.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
     elif user.optimizer and not lenient and not checkpoint.has_state:
         raise refuse_stateless(checkpoint)
+    if graft is not None:
+        checkpoint = checkpoint.graft(graft, over)
     if merge is not None:
         return checkpoint.merge(merge)
     if restate is not None:
         from transaxle.engine.views.restated import restate_tensors
 
-        files, config = restate_tensors(checkpoint.catalog, read_text("restate", restate, "modelopt"), user.config)
-        checkpoint = Checkpoint(files, replace(user, config=config), None, None, checkpoint)
+        files, config = restate_tensors(
+            checkpoint.catalog, read_text("restate", restate, "modelopt"), checkpoint.settings.config
+        )
+        checkpoint = Checkpoint(files, replace(checkpoint.settings, config=config), None, None, checkpoint)
     elif dtype is not None:
         checkpoint = checkpoint.cast(dtype, only, skip)
     elif decode is not None and not (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):
         checkpoint = checkpoint.decode(decode, only, skip)
     checkpoint.reopening = Reopening(absolute_path, reading, rules=table(rules) if rules else None)
     return checkpoint
+
+
+def _open_files(path: str, user: Settings, *, lenient: bool) -> Container:
+    """Open the files of a checkpoint with the user's options for reading them; see `open_checkpoint`."""
+    choices = partial(_cut_over_ranks, user), user.optimizer, user.ranks
+    how: dict[str, Any] = {"average": user.average, "lenient": lenient, "naming": partial(_parameter_names, user)}
+    opening: Any = partial(open_container, path, config_above=user.config is None, **how)
+    open_as_written = None if user.weights is None else partial(opening, user.format, None, *choices)
+    container = with_shape_files(with_hash_witness(opening(user.format, user.weights, *choices), open_as_written))
+    container = add_compact_scales(container) if describes_codes(container.metadata) else container
+    if not user.average:
+        return container
+    from transaxle.engine.duplicates import average_replicas
+
+    return average_replicas(container)
+
+
+def _absolute(path: str) -> str:
+    """Return a URL, or an absolute path; links are not resolved."""
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - links stay
 
 
 def refuse_stateless(checkpoint: Checkpoint) -> TransaxleError:
@@ -634,167 +672,3 @@ def open_source(argument: str, source: CheckpointLike, reading: Mapping[str, Any
         return
     with open_checkpoint(read_source(argument, source), **reading) as checkpoint:
         yield checkpoint
-
-
-_LISTED = 6
-"""Largest number of tensor names that one refusal lists."""
-_IDENTITY = 'keep all names with --to safetensors:identity (to="safetensors:identity")'
-_LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
-"""Pattern for the beginning of a tensor name, up to and including its layer number."""
-_COMPUTED = (".inv_freq", ".position_ids")
-"""Last name segments of buffers whose values follow from the config; older programs stored such buffers."""
-
-
-_TABLE = 'add lines for them to a table of your own (--rules FILE, rules="FILE")'
-
-
-def refuse_foreign(
-    bound: BoundNames,
-    config: Mapping[str, Any],
-    target: Dialect,
-    beside: Collection[str] = (),
-    *,
-    family_given: bool = False,
-) -> list[Refusal]:
-    """Return refusals of tensors whose names in the target dialect are unknown.
-
-    Extra tensors outside the layers of a known model (extra heads, layers that other programs add) are not refused:
-    they keep their names, and the report lists them. For tensors inside its layers see `refuse_half_converted`.
-
-    Args:
-        bound: the stored tensor names, matched with the table of their own dialect.
-        config: the model's config; empty if there is none.
-        target: the target dialect; if it is the stored dialect, tensors with unknown names keep these names.
-        beside: names of training state, which does not belong to a model.
-        family_given: whether the user named the family; if so, a model inside a wrapper is converted without the
-            wrapper, provided that the wrapper contains nothing else.
-    """
-    family = bound.family
-    top, text = config.get("model_type"), config.get("text_config")
-    is_wrapper = is_outer(bound.prefix)
-    is_nested = isinstance(text, Mapping) and top not in family.model_types and model_types(config) != []
-    unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT and name not in beside)
-    has_others_outside = bool(bound.prefix) and not all(
-        bound.own.get(name, name).startswith(bound.prefix) for name in unknown
-    )
-    inside = is_nested or not is_wrapper or has_others_outside
-    is_wrapped = inside and not family_given and not (is_wrapper and top in family.wrappers)
-    is_known_model = not inside and (family_given or top in family.model_types)
-    if not is_wrapped and (is_known_model or not unknown or (target is bound.dialect and not inside)):
-        return []
-    lines = [_describe_whole_model(bound, config, target.label, is_nested=is_nested)] if is_wrapped else []
-    if unknown:
-        count = len(unknown) + len(bound.ignored) + sum(map(len, bound.names.values()))
-        headline = f"no line of {family.name}, dialect {bound.dialect.label}, reads {len(unknown):,} of {count:,} names"
-        lines += [
-            headline if is_wrapped else f"{headline}; their names in {target.label} are unknown",
-            *unknown[:_LISTED],
-        ]
-    if len(unknown) > _LISTED:
-        lines.append(f"… and {len(unknown) - _LISTED:,} more")
-    alternatives = [_IDENTITY, _TABLE]
-    if not unknown:
-        subject = "only the text model" if is_nested else f"it without {bound.prefix!r}"
-        alternatives.append(f'convert {subject} with --family {family.name} (family="{family.name}")')
-    elif not inside:
-        alternatives.append(
-            f'declare the model a {family.name} with --config FILE (config="FILE") or --family {family.name}'
-            f' (family="{family.name}"), and those in none of its layers keep their names'
-        )
-    where = Where(None, unknown[0] if len(unknown) == 1 else None)
-    code: Code = "UNKNOWN_FAMILY" if is_wrapped else "UNEXPECTED_TENSOR"
-    return [Refusal(code, "\n".join(lines), where, f"{', '.join(alternatives[:-1])} or {alternatives[-1]}")]
-
-
-def _describe_whole_model(bound: BoundNames, config: Mapping[str, Any], target: str, *, is_nested: bool) -> str:
-    top = config.get("model_type")
-    inside = f" after {bound.prefix!r}" if bound.prefix else ""
-    if bound.prefix and not is_nested and not bound.unknown:
-        return (
-            f"all names begin with {bound.prefix!r}, so this may be part of a larger model, whose layout in {target} "
-            f"is unknown; --family {bound.family.name} converts it as a model of its own"
-        )
-    model = f"config.json says model_type {top!r}: " if isinstance(top, str) else ""
-    statement = f"{bound.family.name} is only one part of this model{inside}"
-    return f"{model}{statement}; the layout of the whole model in {target} is unknown"
-
-
-def refuse_half_converted(
-    bound: BoundNames, target: Dialect, sizes: Sizes, view: Translation, file_refusals: Sequence[Refusal]
-) -> list[Refusal]:
-    """Refuse tensors that would keep their names inside converted layers or modules.
-
-    Such a tensor has no line in the table of the stored dialect, or is in a layer and has no line in that of the target
-    dialect. Tensors outside the layers that a dialect omits, such as heads, are not refused.
-
-    Args:
-        bound: the stored tensor names, matched with the table of their own dialect.
-        target: the target dialect; if it is the stored dialect, nothing is refused.
-        sizes: axis sizes and config; a tensor that the model lacks according to its config may keep its name.
-        view: the translation of the checkpoint into the target dialect.
-        file_refusals: refusals of the files; problems that follow from them, or from the view's refusals, are not
-            repeated.
-    """
-    # If codes and scales could not be matched, no table line reads the scales.
-    is_grouped = all(refusal.where.tensor for refusal in file_refusals)
-    kept_names = frozenset(view.kept_names if is_grouped and target is not bound.dialect else ())
-    refused = tuple(refusal.where.tensor for refusal in (*view.refusals, *file_refusals) if refusal.where.tensor)
-    unread_names = [
-        name
-        for name in bound.unknown
-        if bound.own.get(name, name) in kept_names and split_slot(name)[1] == WEIGHT
-        if not (name.startswith(refused) or is_extra_state(name))
-    ]
-    # If there are refusals, a tensor may have kept its name only because it was refused, although the target dialect
-    # has a line for it.
-    awaited = {part for line in target.lines for part in line.expression.components} if view.refusals else set[str]()
-    excepted = awaited.union(bound.family.copies)
-    homeless, converted = list[tuple[str, Sequence[str]]](), set[str]()
-    for (line, slot), names in bound.names.items() if kept_names else ():
-        for position, name in names.items():
-            inner_name = bound.own.get(name, name)
-            if inner_name not in view.targets:
-                layer = _layer(bound, name, line)
-                converted.update([layer] if layer else _modules(bound, name), line.name.axes[:1])
-            elif inner_name in kept_names and slot == WEIGHT and _exists(bound, sizes, line, position, excepted):
-                homeless.append((name, [_layer(bound, name, line)]))
-    into = f"of layers and modules whose other tensors get their names in {target.label}"
-    reads = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads"
-    writes = f"{bound.family.name} has no line in dialect {target.label} for"
-    table = f"{_TABLE[0].upper()}{_TABLE[1:]}, or {_IDENTITY}."
-    choose_other = f"Models of {target.label} are without them: choose another dialect, {_TABLE}, or {_IDENTITY}."
-    inside = [(name, [layer] if (layer := _layer(bound, name)) else _modules(bound, name)) for name in unread_names]
-    halves = [(inside, reads, table), (homeless, writes, choose_other)]
-    refusals = []
-    for names_left, headline, hint in halves:
-        shown = sorted((name for name, around in names_left if not converted.isdisjoint(around)), key=natural)
-        if shown:
-            omitted_line = [f"… and {len(shown) - _LISTED:,} more"] if len(shown) > _LISTED else []
-            where = Where(None, shown[0] if len(shown) == 1 else None)
-            message = "\n".join([f"{headline} {plural(len(shown), 'tensor')} {into}", *shown[:_LISTED], *omitted_line])
-            refusals.append(Refusal("UNEXPECTED_TENSOR", message, where, hint))
-    return refusals
-
-
-def _layer(bound: BoundNames, name: str, line: Line | None = None) -> str:
-    """Return the start of a tensor name up to its layer number, or a stacked tensor's layer axis, or "" (no layer)."""
-    match = _LAYER.match(bound.own.get(name, name))
-    if match is not None or line is None:
-        return "" if match is None else match[0]
-    axes = (axis for part in line.expression.components for axis in bound.family.tensors[part].axes[:1])
-    return next((axis for axis in axes if axis in bound.family.name_axes), "")
-
-
-def _modules(bound: BoundNames, name: str) -> Sequence[str]:
-    """Return the modules that contain a tensor, outermost first; empty for a buffer computed from the config."""
-    inner_name = bound.own.get(name, name).removeprefix(bound.prefix)
-    if inner_name.endswith(_COMPUTED):
-        return ()
-    return tuple(accumulate(inner_name.split(".")[:-1], "{}.{}".format))
-
-
-def _exists(bound: BoundNames, sizes: Sizes, line: Line, position: Index, without: Collection[str]) -> bool:
-    """Return whether the config's model has a tensor of the line that is not in `without`; True without config."""
-    index = line.name.index_at(position)
-    tensors = (bound.family.tensors[part] for part in line.expression.components if part not in without)
-    return any(sizes.holds(tensor.when, index) is not False for tensor in tensors)

@@ -87,6 +87,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """File name -> size and hash of the file, for every file except the manifest."""
     tensors: dict[str, TensorRecord]
     """Stored tensor name -> dtype, shape and hash, for every tensor."""
+    grafted: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Stored names of the tensors that come from another checkpoint than the source; unset if there are none."""
     source: str | msgspec.UnsetType = msgspec.UNSET
     """URL of the source if its content can never change: a hub's repository at a fixed commit."""
     checksum: str = ""

@@ -653,7 +653,11 @@ class StoredNames:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The checkpoint's `transaxle.json`; None if the file does not exist or describes files that have changed."""
+        """The checkpoint's `transaxle.json`; None if the file does not exist, describes files that have changed, or
+        lacks tensors that are grafted.
+        """
+        if self._container.recoding.grafted:
+            return None
         return read_manifest(self._container) if self._undecoded is None else self._undecoded.manifest
 
     @cached_property

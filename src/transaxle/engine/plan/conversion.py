@@ -24,6 +24,7 @@ from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.grafting import read_from
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.promised import find_lacks
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, other_meaning, pick_dialect
@@ -82,7 +83,6 @@ from transaxle.spans import stage
 
 _LARGEST = 1 << 44
 """Largest number of elements that a tensor may plausibly have."""
-_MISSHAPEN = "SHAPE_MISMATCH"
 _FRAMEWORK = {"format": "pt"}
 """Header metadata that programs expect in every safetensors file."""
 
@@ -150,8 +150,7 @@ def make_plan(
     problems += [refuse_without_line(name, label) for name in view.kept_names if strict and not unknown]
     single, source = is_one_file(target), checkpoint.source_of(label)
     options = {**_draft_options(checkpoint, view, source, get_format(form), problems), "sealed": single}
-    plain = (item.name for item in checkpoint.container.training if item.path in options["training"])
-    outputs = _outputs_by_name(_outputs(view, names, encode, plain), problems)
+    outputs = _outputs_by_name(_outputs(checkpoint, view, names, encode, options["training"]), problems)
     options |= _ranks_options(checkpoint, get_format(form), label, outputs, degrees, view.axes, problems)
     draft, lost = _draft_files(checkpoint, (form, label), outputs, options, None if single else shard_size, problems)
     tensors = _plan_tensors(source, outputs, draft, allow_lossy, problems)
@@ -182,6 +181,7 @@ def make_plan(
         refusals=tuple(problems),
         recoded=value_changes(checkpoint, outputs, tensors) if recodes else (),
         computed=steps_by_file(checkpoint.container),
+        grafted=dict.fromkeys(read_from(outputs.values(), recoding.grafted), recoding.base),
         allow_lossy=allow_lossy,
         stayed=recoding.stayed,
         counted=axes_without_size(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
@@ -381,7 +381,7 @@ def _translate(
     if target_dialect == IDENTITY and checkpoint.settings.family is not None and not checkpoint.stored_names.is_adapter:
         # If the user names the family, shapes must also agree with the family's mapping rules.
         own_view = checkpoint.translation(checkpoint.reading.dialect.label)
-        misfits.extend(refusal for refusal in own_view.refusals if refusal.code == _MISSHAPEN)
+        misfits.extend(refusal for refusal in own_view.refusals if refusal.code == "SHAPE_MISMATCH")
     if target_dialect == IDENTITY and (names or checkpoint.decoded or recoding.encodings):
         misfits.extend(refuse_reordered(checkpoint, names))
     if "ones" in get_format(form).draft_takes:
@@ -398,10 +398,11 @@ def _translate(
 
 
 def _outputs(
-    view: View, names: Iterable[str], encode: Encode | None, plain: Iterable[str | None]
+    checkpoint: Checkpoint, view: View, names: Iterable[str], encode: Encode | None, training: Collection[Any]
 ) -> list[OutputTensor]:
     """Return the output tensors of a view: encoded tensors as buffers, tensors stored as plain data omitted."""
-    encoded, stored, outputs, omitted = frozenset(names), view.stored, list[OutputTensor](), frozenset(plain)
+    encoded, stored, outputs = frozenset(names), view.stored, list[OutputTensor]()
+    omitted = frozenset(item.name for item in checkpoint.container.training if item.path in training)
     for name, target in view.targets.items():
         if name in omitted:
             continue
@@ -556,8 +557,7 @@ def _plan_tensors(
     source: Source, written: Mapping[str, OutputTensor], draft: Draft, allow_lossy: bool, problems: list[Refusal]
 ) -> list[PlannedTensor]:
     """Plan every tensor, in file order; if the files could not be laid out, still collect refusals of tensors."""
-    planned = []
-    draft_copies = draft.copies
+    planned, draft_copies = list[PlannedTensor](), draft.copies
     entries: Mapping[str, Entry | None] = draft.entries or dict.fromkeys(written)
     for name, entry in entries.items():
         output = written[name]

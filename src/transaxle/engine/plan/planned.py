@@ -301,6 +301,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Virtual file -> the steps, in order, that compute the tensor in that file from stored tensors."""
     allow_lossy: bool = False
     """Whether loss is allowed: rounding by a dialect's arithmetic, or casts that turn finite values into infinities."""
+    grafted: dict[str, str] = {}
+    """Target tensor whose values come, at least in part, from another checkpoint -> path of that checkpoint."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that keep their dtype while other tensors are cast."""
     counted: dict[str, int] = {}

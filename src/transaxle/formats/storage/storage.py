@@ -289,6 +289,11 @@ class VirtualFiles(Overlay):
         listing = super().listing(folder)
         return listing if folder or not self._listed else _with_names(listing, self._listed)
 
+    @property
+    def bytes_read(self) -> int:
+        """Return the number of bytes read so far by `below` and by all of `others`; see `Storage.bytes_read`."""
+        return super().bytes_read + sum(storage.bytes_read for storage in self.others)
+
     def recheck(self) -> None:
         """Check that no file that was read has changed, in `below` and in `others`; see `Storage.recheck`."""
         for storage in self.others:

@@ -35,11 +35,11 @@ from transaxle.axes.translation.grouped import (
     table,
     without_copies,
 )
-from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY, StoredNames, recognise
 from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.views.encoded import Catalog
-from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.errors import LACKING, Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.families import Families
 from transaxle.formats.catalog import Container
 from transaxle.live.derived import EXTRA_STATE
