@@ -49,6 +49,8 @@ _ELSEWHERE = {
     "Verification": "engine.verification",
     "as_runs": "live.global_tensors",
     "async_save": "live.asynchronous",
+    "check_rules": "engine.checkpoint_facts",
+    "clean": "formats.store.leftovers",
     "derive": "derivation.sources",
     "explain": "engine.explanations",
     "load": "live.load",
@@ -71,14 +73,14 @@ if TYPE_CHECKING:
     from transaxle.engine.carry import Report
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
     from transaxle.engine.checkpoint.stored_tensor import StoredTensor
-    from transaxle.engine.checkpoint_facts import Sharding
+    from transaxle.engine.checkpoint_facts import Sharding, check_rules
     from transaxle.engine.compare import Comparison
     from transaxle.engine.distribute.executors import Executor
     from transaxle.engine.explanations import Explanation, explain
     from transaxle.engine.plan.planned import Plan
     from transaxle.engine.support import Support
     from transaxle.engine.verification import Verification
-    from transaxle.formats.store.leftovers import Leftover
+    from transaxle.formats.store.leftovers import Leftover, clean
     from transaxle.live.asynchronous import SaveJob, async_save, prepare_async
     from transaxle.live.extra_state import Random
     from transaxle.live.global_tensors import as_runs
@@ -94,7 +96,7 @@ if TYPE_CHECKING:
     from transaxle.readers.findings import Finding
     from transaxle.refit.refitting import Refit, RefitReport
     from transaxle.reports.reporting import report
-    from transaxle.verbs import check, check_rules, clean, convert, diff, info, open, plan, supports, verify  # noqa: A004
+    from transaxle.verbs import check, convert, diff, info, open, plan, supports, verify  # noqa: A004
 
 
 def __getattr__(name: str) -> Any:

@@ -76,7 +76,7 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
         Option("config", "config", "Read the model's sizes from this config.json.", metavar="FILE", common=True),
         Option("axes", "axes", "Size of one axis, for example g=8.  Repeatable.", flags=("--axis", "--axes"),
                metavar="AXIS=SIZE"),
-        Option("rules", "path", "File with families and dialects of your own.", metavar="FILE", common=True),
+        Option("rules", "path", "File with families and dialects of your own.", metavar="FILE"),
         Option("dialect", "text", "Dialect of the source, if it is not recognised.", flags=("--from", "--dialect"),
                metavar="DIALECT", example="hf"),
         Option("format", "text", "Format of the source, if a folder holds several.", metavar="FORMAT",
@@ -133,6 +133,8 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                default=False),
     ),
     "Checking for a reader": (
+        Option("reader", "text", "Then check that this program, such as transformers or vllm, loads the result; exit "
+               "with 1 if not.", flags=("--for",), metavar="READER", example="transformers", common=True),
         Option("python", "path", "Python of the environment in which the reader is installed.  [default: this one]",
                metavar="PATH"),
         Option("time_limit", "count", "Seconds after which the reader is stopped.  [default: 600]", metavar="SECONDS",
@@ -176,14 +178,15 @@ OF_ONE = frozenset({"decode", "weights", "average"})
 """Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""
 SHAPING = ("shard_size", "allow_lossy", "strict", "check_source")
 """Options of a conversion's plan whose values are plain data."""
+_CHECKING = ("reader", "python", "time_limit")
 _DEGREES = ("tp", "pp", "ep", "dp", "device", "make_vocab_size_divisible_by")
 _WRITING = (*OPENING, *SHAPING, "encode", "group_size", *_DEGREES, "jobs", "memory", "on", "items")
 VERBS: Mapping[str, tuple[str, ...]] = {
     "open": OPENING,
     "info": OPENING,
     "check": ("python", "time_limit", *READING),
-    "plan": ("to", "overwrite", "resume", "sync", "verify", "report", "write", *_WRITING),
-    "convert": ("to", "overwrite", "resume", "sync", "verify", "report", *_WRITING),
+    "plan": ("to", "overwrite", "resume", "sync", "verify", *_CHECKING, "report", "write", *_WRITING),
+    "convert": ("to", "overwrite", "resume", "sync", "verify", *_CHECKING, "report", *_WRITING),
     "supports": (
         "family",
         "axes",
@@ -232,7 +235,7 @@ class Exclusion:
         chosen = [spell(name) for name in self.names if name in given_names]
         if not self.needs:
             return f"{' and '.join(chosen)} exclude each other; give only one" if len(chosen) > 1 else ""
-        if not chosen or any(name in given_names for name in self.needs):
+        if not chosen or any(name in given_names for name in self.needs) or not {*self.needs} & {*VERBS[verb]}:
             return ""
         available = [name for name in self.names if name in VERBS[verb]]
         *needed_first, needed_last = (spell(name) for name in self.needs if name in VERBS[verb])
@@ -245,6 +248,7 @@ EXCLUSIONS = (
     Exclusion(("only", "skip"), needs=("decode", "encode", "dtype")),
     Exclusion(("group_size",), needs=("encode",)),
     Exclusion(("graft_over",), needs=("graft",)),
+    Exclusion(("python", "time_limit"), needs=("reader",)),
     Exclusion(("items",), needs=("write", "on"), why=": nothing else is divided"),
 )
 """All combinations of options that are refused for every checkpoint."""

@@ -21,7 +21,6 @@ from transaxle.arguments import (
     Size,
     Weights,
     read_degrees,
-    read_flag,
     read_mesh,
     read_options,
     read_path,
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from transaxle.engine.support import Support
     from transaxle.engine.verification import Verification
     from transaxle.engine.views.encode import Encode
-    from transaxle.formats.store.leftovers import Leftover
     from transaxle.readers.checking import Check
     from transaxle.reports.reporting import ConversionPage
 
@@ -195,26 +193,6 @@ def check(
         return check_opened(checkpoint, reader, **how)
 
 
-def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
-    """Check a rules file; with a checkpoint, also report which of its tensor names the mapping rules match.
-
-    Args:
-        rules: path of the rules file.
-        path: a checkpoint whose tensor names are matched with the rules.
-
-    Returns:
-        Plain data, as `transaxle check-rules --json` prints it: `families` that the file declares; with a checkpoint
-        also `reads`, and `fits`, which is False if a tensor's shape differs from that in its mapping rule.
-
-    Raises:
-        Refused: with the code CORRUPT if the rules file has mistakes; the error lists all of them.
-        UsageError: with the code UNKNOWN_FAMILY if the rules match no tensor name of the checkpoint.
-    """
-    from transaxle.engine.checkpoint_facts import rules_facts
-
-    return rules_facts(read_path("rules", rules), None if path is None else read_path("path", path))
-
-
 def _encode_request(options: Mapping[str, Any]) -> Encode | None:
     """Return which tensors the user wants to encode; None for no tensors."""
     if (encoding := options.get("encode")) is None:
@@ -255,6 +233,11 @@ class _Conversion:
         self.opening = select(options, OPENING if self._encode is None else (*READING, *GRAFTING))
         self.limit = limits(options.get("jobs"), options.get("memory"))
         self._together = options.get("on") == "torchrun"
+        if "reader" in options:
+            from transaxle.engine.plan.conversion import parse_to
+            from transaxle.readers.checking import require_reader
+
+            require_reader(options["reader"], options.get("python"), parse_to(options["to"])[0], self.target)
         self._leads = True
         if self._together:
             from transaxle.engine.distribute.driver import is_lead
@@ -331,10 +314,28 @@ class _Conversion:
             if prepared is not None and self._options.get("verify", False):
                 self._watch.state(f"{self.target} is written, but not verified")
                 report = replace(report, verification=self._read_back(prepared))
+            if prepared is not None and "reader" in self._options:
+                self._watch.state(f"{self.target} is written, but not checked for {self._options['reader']}")
+                report = replace(report, check=self._check())
             if prepared is not None and self.page is not None:
                 self._watch.state(f"{self.target} is written, but not its report")
                 self.page.write(prepared.plan, report)
+        self._require_sound(report)
         return report
+
+    def _require_sound(self, report: Report) -> None:
+        """Raise `Unverified` if the result is not equal to the source, or the reader would not load it."""
+        if report.verification is not None:
+            from transaxle.engine.read_back import refuse_unequal
+
+            try:
+                refuse_unequal(report.verification, report.path)
+            except Refused as error:
+                raise Unverified(error.refusals, report) from None
+        if report.check is not None and not report.check:
+            from transaxle.readers.checking import refusals_of
+
+            raise Unverified(refusals_of(report.check), report)
 
     def _execute(self, cleared: CheckedPlan, progress: Progress) -> Report:
         """Execute the plan, in this process or by several worker processes."""
@@ -381,6 +382,14 @@ class _Conversion:
     def _how(self) -> dict[str, Any]:
         return select(self._options, ("items", "overwrite", "resume", "sync", "jobs", "memory"))
 
+    def _check(self) -> Check:
+        """Check whether the reader loads the result."""
+        from transaxle.readers.checking import check as check_opened
+
+        how = select(self._options, ("python", "time_limit"))
+        with self._watch.working(f"loading with {self._options['reader']}"), open_checkpoint(self.target) as written:
+            return check_opened(written, self._options["reader"], **how)
+
     def _read_back(self, prepared: Prepared) -> Verification:
         """Verify the result by reading it back; the source is opened with the same options as before."""
         from transaxle.engine.read_back import read_back
@@ -401,6 +410,9 @@ def plan(
     resume: bool = False,
     sync: bool = True,
     verify: bool = False,
+    reader: str | None = None,
+    python: PathLike | None = None,
+    time_limit: int | None = None,
     report: PathLike | None = None,
     write: PathLike | None = None,
     watch: Watch | None = None,
@@ -476,6 +488,9 @@ def convert(
     resume: bool = False,
     sync: bool = True,
     verify: bool = False,
+    reader: str | None = None,
+    python: PathLike | None = None,
+    time_limit: int | None = None,
     report: PathLike | None = None,
     progress: Progress = no_progress,
     watch: Watch | None = None,
@@ -527,6 +542,9 @@ def convert(
         sync: whether to sync all written files to disk before `dst` appears.
         verify: whether to read the result back, check it against its manifest and compare it with `src`; the report
             then has a `verification`.
+        reader: program for which to check the result, as `check` does; the report then has a `check`.
+        python: Python interpreter of the environment in which `reader` is installed; None means this one.
+        time_limit: seconds after which `reader` is stopped; None means 600.
         report: path at which to write an HTML page of the conversion, or of the errors; the file must not exist.
         progress: function called with the number of bytes of each written block, from several threads.
         watch: observer of the run, including progress.
@@ -557,20 +575,13 @@ def convert(
     Raises:
         TypeError: if an argument has a wrong type, or options exclude each other.
         TransaxleError: before anything is written, with all problems; or if writing fails. With `verify`, `Unverified`
-            is raised if the result is wrong; it contains the report of the conversion.
+            is raised if the result is wrong, and with `reader` if that program would not load it; it contains the
+            report of the conversion.
     """
     options = read_options("convert", locals())
     observer = watch or Unwatched()
     observer.state("nothing was written")
-    result = _Conversion(src, dst, options, observer).carry_out(progress)
-    if result.verification is not None:
-        from transaxle.engine.read_back import refuse_unequal
-
-        try:
-            refuse_unequal(result.verification, result.path)
-        except Refused as error:
-            raise Unverified(error.refusals, result) from None
-    return result
+    return _Conversion(src, dst, options, observer).carry_out(progress)
 
 
 @suggests
@@ -772,29 +783,4 @@ def diff(
     return comparison
 
 
-def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
-    """Remove files that killed runs have left beside a target, or directly inside a folder of targets.
-
-    If a run died while it replaced a checkpoint, the old checkpoint is restored. On S3, leftovers are incomplete
-    uploads and unfinished work of several workers; a run that still uses them fails.
-
-    Args:
-        path: a target (which need not exist), a folder of targets, a leftover, or the URL of one, or of a bucket on S3.
-        remove: whether to remove the leftovers; if False, they are only listed.
-
-    Returns:
-        All leftovers, each with an `outcome`: `removed`, `put back`, `found` (`remove` is False), `kept` (see `why`).
-
-    Raises:
-        Refused: with the code UNSUPPORTED if the path is the URL of a service other than S3.
-        StorageError: with the code IO if a file cannot be removed.
-    """
-    from transaxle.formats.store import leftovers
-
-    read_flag("remove", remove)
-    all_leftovers = leftovers.leftovers(read_path("path", path))
-    return tuple(leftovers.clean(each) if remove and each.outcome == "found" else each for each in all_leftovers)
-
-
-__all__ = ["Unverified", "Watch", "check", "check_rules", "clean", "convert", "diff", "info", "open", "plan",
-           "supports", "verify"]  # fmt: skip
+__all__ = ["Unverified", "Watch", "check", "convert", "diff", "info", "open", "plan", "supports", "verify"]

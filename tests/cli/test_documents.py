@@ -26,8 +26,8 @@ from transaxle.engine.duplicates import PlannedCheck
 
 _WAY = (
     "ls ck", "ls ck --all --as torchtitan", "info ck", "info", "info --family qwen3_moe", "families", "dialects",
-    "report ck", "dialects qwen3_moe", "supports fp8 --to hf", "supports dense --to dcp:hff",
-    "plan ck out --to torchtitan", "convert ck out --to torchtitan",
+    "report ck", "check ck --for transformers", "dialects qwen3_moe", "supports fp8 --to hf",
+    "supports dense --to dcp:hff", "plan ck out --to torchtitan", "convert ck out --to torchtitan",
     "plan fp8 decoded --to hf --decode bf16", "convert fp8 decoded --to hf --decode bf16 --verify",
     "plan decoded mx --to hf --encode mxfp8", "verify out", "verify ck out", "diff ck out", "diff ck changed",
     "diff ck changed --numeric", "diff fp8 decoded", "verify ck changed", "clean .", "check-rules own.rules",

@@ -71,6 +71,10 @@ OF_CONVENTIONS = {"restate", "group_size"}
 """What `tests/engine/views/test_restated.py` runs through: few sources are stored in several conventions."""
 
 
+OF_READERS = {"reader", "python", "time_limit"}
+"""What `tests/readers` runs through: the conversion is done when they begin to matter."""
+
+
 OF_DAMAGE = {"check_source"}
 """What `tests/engine/checkpoint/test_source_hashes.py` runs through: for an intact source it changes nothing."""
 OF_GRAFTS = {"graft", "graft_over"}
@@ -85,7 +89,7 @@ def test_the_sweep_has_every_option() -> None:
         **{factor: {factor.removeprefix("named ")} for factor in FACTORS if factor.startswith("named ")},
     }
     listed = set().union(*(several.get(factor, {factor}) for factor in FACTORS))
-    elsewhere = OF_RANK_FILES | OF_CONVENTIONS | OF_DAMAGE | OF_GRAFTS
+    elsewhere = OF_RANK_FILES | OF_CONVENTIONS | OF_DAMAGE | OF_GRAFTS | OF_READERS
     assert (listed - {names.INTERFACE, names.SOURCE}) | elsewhere == {*VERBS["convert"]}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import transaxle as tx
 from tests.oracles.quiet import quiet
+from transaxle.cli import main
+from transaxle.verbs import Unverified
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,
@@ -23,14 +25,6 @@ CONFIG: dict[str, Any] = {
 WEIGHTS = "model.safetensors"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +82,7 @@ def test_a_good_checkpoint_loads_and_is_kept_in_the_cache(hub: Path, cache: Path
     assert str(again).startswith(f"{hub}: transformers ")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_missing_expert_is_named(planted: Callable[..., Path]) -> None:
     folder = planted(lambda tensors: tensors.__delitem__(EXPERT))
     verdict = tx.check(folder, "transformers")
@@ -97,6 +92,7 @@ def test_a_missing_expert_is_named(planted: Callable[..., Path]) -> None:
         loaded(folder)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_tensors_without_a_parameter_are_named(planted: Callable[..., Path]) -> None:
     bias = "model.layers.0.self_attn.q_proj.bias"
     folder = planted(lambda tensors: tensors.update({bias: torch.ones(64)}))
@@ -105,12 +101,14 @@ def test_tensors_without_a_parameter_are_named(planted: Callable[..., Path]) -> 
     assert loaded(folder)[1]["unexpected_keys"] == {bias}
 
 
+@pytest.mark.usefixtures("in_process")
 def test_an_absent_head_is_named(planted: Callable[..., Path]) -> None:
     folder = planted(lambda tensors: tensors.__delitem__("lm_head.weight"))
     assert kinds(tx.check(folder, "transformers")) == {"missing": ("lm_head.weight",), "absent": ("lm_head.weight",)}
     assert loaded(folder)[1]["missing_keys"] == {"lm_head.weight"}
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_size_that_is_not_that_of_the_tensors(planted: Callable[..., Path]) -> None:
     folder = planted(head_dim=32)
     verdict = tx.check(folder, "transformers")
@@ -119,6 +117,7 @@ def test_a_size_that_is_not_that_of_the_tensors(planted: Callable[..., Path]) ->
     assert "model.layers.0.self_attn.q_proj.weight" in names
 
 
+@pytest.mark.usefixtures("in_process")
 def test_numbered_experts_in_nvfp4_lose_their_scales(hub: Path, tmp_path: Path) -> None:
     """transformers 5.23 leaves out their global scales: the model in memory has other values."""
     tx.convert(hub, tmp_path / "nvfp4", to="hf", encode="nvfp4")
@@ -129,6 +128,7 @@ def test_numbered_experts_in_nvfp4_lose_their_scales(hub: Path, tmp_path: Path) 
     assert tx.check(tmp_path / "plain", "transformers")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_block_scaled_codes_load_with_their_values(hub: Path, tmp_path: Path) -> None:
     tx.convert(hub, tmp_path / "fp8", to="hf", encode="float8_block")
     verdict = tx.check(tmp_path / "fp8", "transformers")
@@ -145,3 +145,29 @@ def test_unknown_readers_and_formats(hub: Path, tmp_path: Path) -> None:
         tx.check(tmp_path / "dcp", "transformers")
     with pytest.raises(tx.TransaxleError, match="this Python cannot be run"):
         tx.check(hub, "transformers", python=tmp_path / "none")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_convert_checks_its_result(hub: Path, tmp_path: Path) -> None:
+    """What would not load is written, and the error has the report; unknown readers are refused before anything is."""
+    report = tx.convert(hub, tmp_path / "good", to="hf", reader="transformers")
+    assert report.check.ok
+    with pytest.raises(Unverified, match="transformers puts other values into") as unloadable:
+        tx.convert(hub, tmp_path / "bad", to="hf", encode="nvfp4", reader="transformers")
+    assert not unloadable.value.report.check
+    assert tx.verify(tmp_path / "bad")
+    for to, reader in (("hf", "nonsense"), ("dcp", "transformers")):
+        with pytest.raises(tx.TransaxleError):
+            tx.convert(hub, tmp_path / "none", to=to, reader=reader)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(TypeError, match="python and time_limit need reader"):
+        tx.convert(hub, tmp_path / "none", to="hf", time_limit=3)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_command_exits_with_one(planted: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = planted(lambda tensors: tensors.__delitem__("lm_head.weight"))
+    assert main(["check", str(folder), "--for", "transformers"]) == 1
+    shown = capsys.readouterr().out
+    assert "does not load it as it is" in shown
+    assert "lm_head.weight" in shown

@@ -585,7 +585,7 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.convert"),
     "work": ("Carry out a planned conversion in parts, on many machines.", "transaxle.cli.jobs"),
     "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.comparison"),
-    "check": ("Check whether a program will load a checkpoint.", "transaxle.cli.check"),
+    "check": ("Check whether a program will load a checkpoint.", "transaxle.cli.comparison"),
     "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.comparison"),
     "clean": ("Remove files that killed runs left behind.", "transaxle.cli.jobs"),
     "check-rules": ("Check a table of families and dialects.", "transaxle.cli.derive"),

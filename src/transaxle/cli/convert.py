@@ -178,6 +178,7 @@ _EXTRA = "._extra_state"
     examples=(
         ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
         ("transaxle convert out/ back/ --to hf --verify", "read the result back and compare"),
+        ("transaxle convert out/ back/ --to hf --for transformers", "check that it loads there"),
         ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --shard-size 10GB", "change only the file sizes"),
         ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "continue after an interruption"),
         ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "dequantize"),
@@ -252,7 +253,7 @@ def _print_once(together: bool) -> Iterator[None]:
 def _print_result(screen: Screen, report: Report, page: str | None) -> int:
     """Print the report of a conversion and its verification; return the exit code."""
     verification = report.verification
-    code = 0 if verification is None or verification.ok else 1
+    code = 0 if (verification is None or verification.ok) and (report.check is None or report.check) else 1
     if screen.as_json:
         screen.document(report.as_json())
         return code
@@ -265,6 +266,10 @@ def _print_result(screen: Screen, report: Report, page: str | None) -> int:
         print_verification(screen, verification)
         if verification.comparison is not None:
             print_comparison(screen, verification.comparison)
+    if report.check is not None:
+        from transaxle.cli.comparison import print_check
+
+        print_check(screen, report.check)
     if page is not None:
         screen.line(f"  shown in {page}")
     return code

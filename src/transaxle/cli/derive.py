@@ -31,7 +31,7 @@ from transaxle.derivation.sources import (
 )
 from transaxle.derivation.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
-from transaxle.engine.checkpoint_facts import JsonFacts, reads_any, rules_facts
+from transaxle.engine.checkpoint_facts import JsonFacts, check_rules, reads_any
 from transaxle.engine.wording import fold_to_text, plural
 from transaxle.errors import Refused, TransaxleError, gathered, refuse
 from transaxle.families import builtin
@@ -229,7 +229,7 @@ _SHOWN = 6
 @with_screen
 def check_rules_command(screen: Screen, file: str, ckpt: str | None) -> int:
     """Check a table of tensor names."""
-    report = rules_facts(file, ckpt)
+    report = check_rules(file, ckpt)
     if screen.as_json:
         screen.document(report)
     else:

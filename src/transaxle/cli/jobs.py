@@ -16,7 +16,7 @@ from transaxle.engine.distribute.item_work import OpenPlan
 from transaxle.engine.distribute.work_place import refuse_existing
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
 from transaxle.engine.wording import duration, plural, size, speed
-from transaxle.formats.store.leftovers import Leftover, clean, leftovers
+from transaxle.formats.store.leftovers import Leftover, clean_leftover, leftovers
 from transaxle.move.journal import ItemResult
 
 
@@ -163,7 +163,7 @@ def clean_command(screen: Screen, path: str, yes: bool) -> int:
         screen.note(f"Remove {'it' if len(todo) == 1 else 'them'}? [y/N]")
         if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
             return 1
-    cleaned = [clean(leftover) if leftover.outcome == "found" else leftover for leftover in listed]
+    cleaned = [clean_leftover(leftover) if leftover.outcome == "found" else leftover for leftover in listed]
     if screen.as_json:
         screen.document({"leftovers": [leftover.as_json() for leftover in cleaned]})
         return _code(cleaned)

@@ -482,6 +482,8 @@ class Report:
     hashes stored in a single file; `structure` if the source has no hashes, so that only the checksums of its file
     format reveal damage; `unchecked` if `check_source` was False.
     """
+    check: Any = None
+    """If the user asked for it, the verdict on a program that is to load the result, a `transaxle.Check`."""
     verification: Verification | None = None
     """If the user asked for it, the check of the result against its manifest, and its comparison with the source."""
 
@@ -499,8 +501,10 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain JSON data."""
-        data = asdict(replace(self, recoded=(), verification=None))
-        del data["verification"]
+        data = asdict(replace(self, recoded=(), verification=None, check=None))
+        del data["verification"], data["check"]
+        if self.check is not None:
+            data["check"] = self.check.as_json()
         data["recoded"] = [each.as_json() for each in self.recoded]
         if self.verification is not None:
             data["verification"] = replace(self.verification, comparison=None).as_json()

@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from transaxle.arguments import PathLike, read_path
 from transaxle.axes.layout.bind import group, score, split_slot
 from transaxle.axes.notation.family import Dialect, Family
 from transaxle.axes.notation.name import skeleton
@@ -306,13 +307,22 @@ _NOTHING: JsonFacts = {
 """Facts about a model family whose table reads none of a checkpoint's tensor names."""
 
 
-def rules_facts(file: str, checkpoint: str | None = None) -> JsonFacts:
-    """Return the families that a rules file declares, and which tensor names of a checkpoint they can read.
+def check_rules(rules: PathLike, path: PathLike | None = None) -> JsonFacts:
+    """Check a rules file; with a checkpoint, also report which of its tensor names the mapping rules match.
+
+    Args:
+        rules: path of the rules file.
+        path: a checkpoint whose tensor names are matched with the rules.
+
+    Returns:
+        Plain data, as `transaxle check-rules --json` prints it: `families` that the file declares; with a checkpoint
+        also `reads`, and `fits`, which is False if a tensor's shape differs from that in its mapping rule.
 
     Raises:
-        TransaxleError: every mistake in the rules file; with code UNKNOWN_FAMILY, if its tables read no tensor name of
-            the checkpoint.
+        Refused: with the code CORRUPT if the rules file has mistakes; the error lists all of them.
+        UsageError: with the code UNKNOWN_FAMILY if the rules match no tensor name of the checkpoint.
     """
+    file, checkpoint = read_path("rules", rules), None if path is None else read_path("path", path)
     families = settings(rules=file).families
     declared = [families[name] for name, entry in families.entries.items() if not entry.file]
     facts: JsonFacts = {

@@ -14,9 +14,9 @@ import msgspec
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.wording import notebook, plural
-from transaxle.errors import refuse
+from transaxle.errors import Refusal, Where, refuse
 from transaxle.readers.findings import Finding, findings_of
-from transaxle.readers.reader import reader_named
+from transaxle.readers.reader import Reader, reader_named
 from transaxle.readers.reader_runs import LIMIT, reader_versions, run_reader
 
 
@@ -75,6 +75,33 @@ class Check(msgspec.Struct, frozen=True):
         return notebook(str(self))
 
 
+def require_reader(reader: str, python: str | None, form: str, path: str) -> None:
+    """Refuse a reader that is unknown, not installed, or does not open a format.
+
+    Args:
+        reader: name of the reader.
+        python: path of the Python interpreter of the reader's environment; None means this one.
+        form: name of the container format.
+        path: path of the checkpoint, for the error.
+
+    Raises:
+        UsageError: with the code AMBIGUOUS if there is no such reader.
+        Refused: with the code UNSUPPORTED if the reader is not installed, or does not open this format.
+    """
+    program = reader_named(reader)
+    reader_versions(program, python)
+    _refuse_format(program, form, path)
+
+
+def refusals_of(verdict: Check) -> list[Refusal]:
+    """Return a refusal for each finding of a checkpoint that a reader does not load as it is."""
+    wrong = [finding for finding in verdict.findings if finding.wrong]
+    return [
+        Refusal("UNSUPPORTED", str(finding).strip(), Where(verdict.path, next(iter(finding.names), None)))
+        for finding in wrong
+    ]
+
+
 def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, time_limit: int = LIMIT) -> Check:
     """Return whether a reader loads a checkpoint; no tensor is read but scales of a single element.
 
@@ -91,10 +118,7 @@ def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, tim
     began = time.monotonic()
     program = reader_named(reader)
     versions = reader_versions(program, python)
-    if checkpoint.format not in program.formats:
-        message = f"{reader} does not open {checkpoint.format}; it opens {' and '.join(program.formats)}"
-        hint = f"Convert it first:  transaxle convert {checkpoint.path} DST --to {program.formats[0]}:{program.dialect}"
-        raise refuse("UNSUPPORTED", message, file=checkpoint.path, hint=hint)
+    _refuse_format(program, checkpoint.format, checkpoint.path)
     run = run_reader(checkpoint, program, versions, python, time_limit)
     values = run.trace.get("values") or {}
     return Check(
@@ -107,3 +131,11 @@ def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, tim
         traced="cache" if run.is_cached else "run",
         seconds=time.monotonic() - began,
     )
+
+
+def _refuse_format(reader: Reader, form: str, path: str) -> None:
+    if form in reader.formats:
+        return
+    message = f"{reader.name} does not open {form}; it opens {' and '.join(reader.formats)}"
+    hint = f"Convert it first:  transaxle convert {path} DST --to {reader.formats[0]}:{reader.dialect}"
+    raise refuse("UNSUPPORTED", message, file=path, hint=hint)

@@ -196,12 +196,17 @@ def _draft_findings(reader: Reader, trace: Trace) -> Iterator[Finding]:
 
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "base of the rotary embedding": ("rope_theta", "rope_parameters.rope_theta", "rotary_emb_base"),
-    "number of experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "number of key and value heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads"),
-    "size of a head": ("head_dim", "attention_head_dim"),
     "whether the head is tied": ("tie_word_embeddings",),
 }
 """What a config says -> its spellings in the versions and families of programs; dots lead into sections."""
+_SIZE_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "number of experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "number of key and value heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads"),
+    "size of a head": ("head_dim", "attention_head_dim"),
+}
+"""The same for sizes: where the shapes of all tensors are right, a reader does not need them."""
+_COUNTS = frozenset({"num_experts_per_tok", "moe_topk", "n_group", "topk_group", "sliding_window"})
+"""Config keys with integers that change what a model computes, but no shape."""
 _OWN_BUSINESS = frozenset(
     {"transformers_version", "torch_dtype", "dtype", "_name_or_path", "architectures", "use_cache"}
 )
@@ -217,7 +222,8 @@ def _config_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> It
         inside = read if not section else read.get(section)
         default = defaults if not section else defaults.get(section) or {}
         if isinstance(inside, Mapping):
-            yield from _spelling_findings(reader, section, stated, inside, default)
+            spellings = {**_SPELLINGS, **(_SIZE_SPELLINGS if trace.get("mismatched") else {})}
+            yield from _spelling_findings(reader, section, spellings, (stated, inside, default))
             yield from _replacement_findings(reader, section, stated, inside)
 
 
@@ -238,10 +244,18 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _spelling_findings(
-    reader: Reader, section: str, stated: Mapping[str, Any], read: Mapping[str, Any], default: Mapping[str, Any]
+    reader: Reader, section: str, spellings: Mapping[str, tuple[str, ...]], configs: Sequence[Mapping[str, Any]]
 ) -> Iterator[Finding]:
-    """Yield findings on values under a spelling that the reader does not know, while it uses its default."""
-    for meaning, paths in _SPELLINGS.items():
+    """Yield findings on values under a spelling that the reader does not know, while it uses its default.
+
+    Args:
+        reader: the reader.
+        section: name of the section of the config; empty for the config itself.
+        spellings: what a config says -> its spellings.
+        configs: the section in the file, as the reader has read it, and in the reader's default config.
+    """
+    stated, read, default = configs
+    for meaning, paths in spellings.items():
         values = {path: value for path in paths if (value := _at(stated, path)) is not None}
         used = {
             path: value for path in paths if _at(default, path) is not None and (value := _at(read, path)) is not None
@@ -260,7 +274,8 @@ def _replacement_findings(
     """Yield findings on numbers and flags that the reader replaces by others under the same key."""
     for key, value in stated.items():
         read_value = read.get(key)
-        if key in _OWN_BUSINESS or type(value) not in (int, float, bool) or type(read_value) not in (int, float, bool):
+        kinds = {type(value), type(read_value)}
+        if key in _OWN_BUSINESS or not kinds <= ({bool, int, float} if key in _COUNTS else {bool, float}):
             continue
         if value != read_value:
             place = f"{section}.{key}" if section else key

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import asdict, replace
 
+from transaxle.arguments import PathLike, read_flag, read_path
 from transaxle.errors import TransaxleError, refuse, without_secrets
 from transaxle.formats.registry import SCRATCH, is_one_file
 from transaxle.formats.storage.local import storage_error
@@ -371,6 +372,32 @@ def _size(path: Path) -> int:
     return size
 
 
+def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
+    """Remove files that killed runs have left beside a target, or directly inside a folder of targets.
+
+    If a run died while it replaced a checkpoint, the old checkpoint is restored. On S3, leftovers are incomplete
+    uploads and unfinished work of several workers; a run that still uses them fails.
+
+    Args:
+        path: a target (which need not exist), a folder of targets, or a leftover; on S3, a URL, which may be that of a
+            bucket.
+        remove: whether to remove the leftovers; if False, they are only listed.
+
+    Returns:
+        All leftovers, each with an `outcome`: `removed`; `put back`; `found` if `remove` is False; or `kept`, with the
+        reason in `why`: a process uses it, or it contains files that belong to no checkpoint.
+
+    Raises:
+        Refused: with the code UNSUPPORTED if the path is the URL of a service other than S3.
+        StorageError: with the code IO if a file cannot be removed.
+    """
+    read_flag("remove", remove)
+    all_leftovers = leftovers(read_path("path", path))
+    if not remove:
+        return all_leftovers
+    return tuple(clean_leftover(each) if each.outcome == "found" else each for each in all_leftovers)
+
+
 def clean_target(target: str) -> tuple[str, ...]:
     """Remove the leftovers next to a finished target; return one note on each leftover, which states what was done with
     it.
@@ -387,13 +414,13 @@ def clean_target(target: str) -> tuple[str, ...]:
         place, candidates = os.path.realpath(local_path(target) or target), leftovers(target)
     for leftover in candidates:
         if leftover.target == place:
-            cleaned = clean(leftover) if leftover.outcome == "found" else leftover
+            cleaned = clean_leftover(leftover) if leftover.outcome == "found" else leftover
             why = f": {cleaned.why}" if cleaned.why else ""
             notes.append(f"{cleaned.path}, left by a killed run ({cleaned.what}), was {cleaned.outcome}{why}")
     return tuple(notes)
 
 
-def clean(leftover: Leftover) -> Leftover:
+def clean_leftover(leftover: Leftover) -> Leftover:
     """Remove a leftover; if it is the only copy of a checkpoint, move it back to its target instead.
 
     Returns:

@@ -19,7 +19,7 @@ from transaxle.arguments import PathLike, read_count, read_path
 from transaxle.errors import TransaxleError, gathered, refuse
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import is_url
-from transaxle.formats.store.leftovers import clean, discard, leftovers
+from transaxle.formats.store.leftovers import clean_leftover, discard, leftovers
 from transaxle.formats.store.place import LocalFolder, RemoteFolder, foreign_files
 from transaxle.formats.store.service import Service
 from transaxle.formats.store.staging import as_local_path
@@ -168,7 +168,7 @@ class StepCheckpoints:
             target = Path(leftover.target)
             step = _NUMBERED.fullmatch(target.name) if target.parent == Path(self._url).resolve() else None
             if step is not None and step[1] == common and leftover.outcome == "found":
-                clean(leftover)
+                clean_leftover(leftover)
 
 
 def check_loadable(model: nn.Module) -> None:
