@@ -465,8 +465,7 @@ def plan(
     Returns:
         The plan; `.refusals` lists every reason against the conversion, in `src` and in `dst`.
     """
-    options = read_options("plan", locals())
-    conversion = _Conversion(src, dst, options, watch or Unwatched())
+    conversion = _Conversion(src, dst, options := read_options("plan", locals()), watch or Unwatched())
     with conversion.open_and_plan(running=False) as cleared:
         if write is not None and conversion.order is not None and not cleared.plan.refusals:
             from transaxle.engine.distribute.work_plan import work_plan, write_plan

@@ -364,10 +364,16 @@ def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor.data_ptr(), tuple(tensor.shape)
 
 
-def _one(model: Model, folder: Path) -> None:
+def write_hub(model: Model, folder: Path) -> Path:
+    """Write the hub's folder, and return the one that vLLM reads."""
+    folder.mkdir(parents=True, exist_ok=True)
     _hub(model, folder / HUB)
     _described(model.model_type)
-    read = _published(model, folder / HUB)
+    return _published(model, folder / HUB)
+
+
+def _one(model: Model, folder: Path) -> None:
+    read = write_hub(model, folder)
     for ranks, sharing in model.degrees:
         for rank in range(ranks):
             loaded = load_model(read, rank, ranks, experts=sharing > 1, dtype=model.dtype)

@@ -13,9 +13,11 @@ import json
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -94,27 +96,80 @@ def _build_on_a_cpu() -> None:
         return choose(cls, *map(_densely, arguments), **{name: _densely(value) for name, value in options.items()})
 
     CpuPlatform.get_attn_backend_cls = classmethod(dense)
-    config.current_platform = _Platform(config.current_platform)
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
+    config.current_platform = _Platform(config.current_platform, config.current_platform._enum)
+    _take_any_kernel()
 
-    select = experts.select_unquantized_moe_backend
 
+def _take_any_kernel() -> None:
+    """Where this processor has no kernel for a layer, take one for CUDA: only its parameters are made."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    for name, choose in list(vars(linear).items()):
+        if re.fullmatch(r"(init|choose)_\w+_linear_kernel", name):
+            _replace(name, choose, _relaxed(choose, linear, PlatformEnum.CUDA))
+    for kind, (enumeration, preferred) in _EXPERT_KERNELS.items():
+        oracle = import_module(f"vllm.model_executor.layers.fused_moe.oracle.{kind}")
+        backend = getattr(oracle, enumeration)[preferred]
+        name = f"select_{kind.replace('int_', '')}_moe_backend"
+        select = getattr(oracle, name)
+        _replace(name, select, _with_default(select, (backend, oracle.backend_to_kernel_cls(backend)[0])))
+
+
+_EXPERT_KERNELS = {
+    "unquantized": ("UnquantizedMoeBackend", "CPU"), "fp8": ("Fp8MoeBackend", "TRITON"),
+    "nvfp4": ("NvFp4MoeBackend", "MARLIN"), "int_wna16": ("WNA16MoEBackend", "MARLIN"),
+}  # fmt: skip
+"""Kind of weights of experts -> the enumeration of its kernels, and one whose parameters are as in the files."""
+
+
+def _replace(name: str, function: Any, other: Any) -> None:
+    """Replace a function of vLLM wherever it is imported by name."""
+    for module in [each for key, each in sys.modules.items() if key.startswith("vllm.")]:
+        if vars(module).get(name) is function:
+            setattr(module, name, other)
+
+
+def _with_default(select: Callable[..., Any], default: Any) -> Callable[..., Any]:
     def select_any(*arguments: Any, **options: Any) -> Any:
         try:
             return select(*arguments, **options)
-        except NotImplementedError:
-            backend = experts.UnquantizedMoeBackend.CPU
-            return backend, backend_to_kernel_cls(backend)[0]
+        except (NotImplementedError, ValueError):
+            return default
 
-    experts.select_unquantized_moe_backend = select_any
+    return select_any
+
+
+def _relaxed(choose: Callable[..., Any], module: Any, platform: Any) -> Callable[..., Any]:
+    """Return a function that chooses a kernel, of another platform if this one has none."""
+
+    def choose_any(*arguments: Any, **options: Any) -> Any:
+        try:
+            return choose(*arguments, **options)
+        except (NotImplementedError, ValueError):
+            pass
+        here, checks = module.current_platform, dict[Any, Any]()
+        for kernel in {each for each in vars(module).values() if isinstance(each, type)}:
+            if "is_supported" in vars(kernel):
+                checks[kernel] = vars(kernel)["is_supported"]
+        for kernel in checks:
+            kernel.is_supported = classmethod(lambda *_arguments, **_options: (True, None))
+        module.current_platform = _Platform(here, platform)
+        try:
+            return choose(*arguments, **options)
+        finally:
+            module.current_platform = here
+            for kernel, check in checks.items():
+                kernel.is_supported = check
+
+    return choose_any
 
 
 class _Platform:
-    """A CPU that has kernels for experts without a gate."""
+    """A CPU that has the kernels of a platform."""
 
-    def __init__(self, platform: Any) -> None:
-        self._platform = platform
+    def __init__(self, platform: Any, kind: Any) -> None:
+        self._platform, self._enum = platform, kind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._platform, name)
@@ -208,9 +263,13 @@ def _config(folder: str, dtype: str = "auto", speculation: Any = None) -> Any:
 def _config_values(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config as vLLM has read it, and the values that its class has without a file, as far as it has any."""
     try:
-        return config.to_dict(), type(config)().to_dict()
+        read = config.to_dict()
+    except Exception:  # noqa: BLE001 - a config that cannot be written, which is no fault of the checkpoint
+        return {}, {}
+    try:
+        return read, type(config)().to_dict()
     except Exception:  # noqa: BLE001 - classes that cannot be built without values have no defaults
-        return config.to_dict(), {}
+        return read, {}
 
 
 class _Load:
@@ -384,6 +443,13 @@ def _target_shape(error: Exception) -> list[int] | None:
 def _exempt(loader: Any, model: Any, gaps: dict[str, Any]) -> set[str]:
     """Return the parameters with gaps that vLLM does not expect in a checkpoint, such as scales of a cache."""
     loaded = {name for name, _ in model.named_parameters()} - gaps.keys()
+    loaded |= {
+        f"{place}.{name}"
+        for place, module in model.named_modules()
+        if getattr(getattr(module, "quant_method", None), "use_a16", False)
+        for name, _ in module.named_parameters(recurse=False)
+        if "_input_" in name  # made for activations in few bits, and not read for those in 16 bits
+    }
     with suppress(AttributeError, TypeError, ValueError):
         loader.track_weights_loading(model, loaded, quantized=True)
     return loaded & gaps.keys()
