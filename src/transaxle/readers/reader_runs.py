@@ -24,10 +24,12 @@ from typing import Any
 import msgspec
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.peft_adapter import adapter_config, base_config
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.errors import refuse
 from transaxle.formats.storage.storage import NotJsonError, parse_json
-from transaxle.readers.reader import PROBES, Reader
+from transaxle.formats.training_state import OPTIMIZER
+from transaxle.readers.reader import HUB_FORMATS, PROBES, Reader
 from transaxle.readers.twins import form_of, make_twins, needs_twins, own_table, why_no_twins
 
 Trace = Mapping[str, Any]
@@ -39,12 +41,11 @@ _LARGEST_FILE = 8 << 20
 _COPIED = (".json", ".jinja", ".txt")
 """Ends of the names of the files that readers look at beside the weights; tokenizers are not needed."""
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+_TORCH_FILES = (".bin", ".pt", ".pth")
 _ASK = """
 import importlib.metadata as m, json, sys
 print(json.dumps({d.name: d.version for d in m.distributions() if d.name in sys.argv[1:]}))
 """
-_ALONG = ("torch",)
-"""Further distributions whose versions are part of the key of a result."""
 
 
 def reader_versions(reader: Reader, python: str | None) -> dict[str, str]:
@@ -58,8 +59,9 @@ def reader_versions(reader: Reader, python: str | None) -> dict[str, str]:
         Refused: with the code UNSUPPORTED if the reader is not installed there.
         StorageError: with the code IO if the interpreter cannot be started.
     """
-    sought = [(reader.package, *reader.also)] if reader.package else []
-    sought += [(name,) for name in _ALONG if name != reader.package]
+    if not reader.probe:
+        return {}
+    sought = [(reader.package, *reader.also), *((name,) for name in reader.along if name != reader.package)]
     try:
         installed = _versions_at([name for names in sought for name in names], python)
     except subprocess.CalledProcessError as error:
@@ -113,12 +115,15 @@ def run_reader(
         limit: seconds after which the reader is stopped.
 
     Raises:
-        Refused: with the code UNSUPPORTED if the reader takes too long, or its process dies.
+        Refused: with the code UNSUPPORTED if the reader takes too long, its process dies, or the probe cannot build the
+            reader's model.
     """
     with headers_only(checkpoint) as request, tempfile.TemporaryDirectory(prefix="transaxle-check-") as place:
-        has_twins = needs_twins(checkpoint, reader.dialect) and not why_no_twins(checkpoint, reader.dialect)
+        has_twins = reader.compares_values and needs_twins(checkpoint, reader.dialect)
+        has_twins = has_twins and not why_no_twins(checkpoint, reader.dialect)
         form = msgspec.to_builtins(form_of(checkpoint)) if has_twins else None
         request |= {**reader.options, "form": form, "table": own_table(checkpoint) if has_twins else ""}
+        request["format"] = checkpoint.format
         cached = _cache() / f"{_key(reader, request, versions)}.json"
         try:
             return ReaderRun(parse_json(cached.read_text("utf-8")), True)
@@ -170,6 +175,8 @@ def _run(reader: Reader, request: Path, result: Path, python: str | None, limit:
         message = "\n".join([f"{reader.name} ended with exit code {ended.returncode}", *last])
         raise refuse("UNSUPPORTED", message, hint="Run the reader itself on the checkpoint to see what it lacks.")
     trace: Trace = parse_json(result.read_text("utf-8"))
+    if "unsupported" in trace:
+        raise refuse("UNSUPPORTED", trace["unsupported"], hint="Compare it with another reader:  --for READER")
     return trace
 
 
@@ -181,6 +188,8 @@ def headers_only(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
     container = checkpoint.container
     tensors: dict[str, dict[str, tuple[str, Sequence[int]]]] = defaultdict(dict)
     for name, entry in container.entries.items():
+        if name.startswith(OPTIMIZER) and checkpoint.format not in HUB_FORMATS:
+            continue
         file = entry.extents[0].file if entry.extents else ""
         tensors[_weight_file(file)][name] = entry.dtype, entry.shape
     with tempfile.TemporaryDirectory(prefix="transaxle-headers-") as place:
@@ -200,11 +209,15 @@ def headers_only(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
 def _weight_file(file: str) -> str:
     """Return the name of the safetensors file that stands for a file of the checkpoint."""
     name = file.rpartition("/")[2] or "model.safetensors"
-    return name if name.endswith(".safetensors") else f"{name}.safetensors"
+    stem = next((name.removesuffix(end) for end in _TORCH_FILES if name.endswith(end)), name)
+    return name if name.endswith(".safetensors") else f"{stem}.safetensors"
 
 
 def _small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return file name -> content, for the files beside the weights; the config is the one that the user gave."""
+    """Return file name -> content, for the files beside the weights.
+
+    The config is the one that the user gave, or that of an adapter's base.
+    """
     storage = checkpoint.container.storage
     files: dict[str, bytes] = {}
     for member in checkpoint.container.carried:
@@ -213,5 +226,8 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
         size = storage.size(member)
         if size <= _LARGEST_FILE:
             files[member] = storage.read(member, 0, size)
-    files[CONFIG] = json.dumps(dict(checkpoint.config)).encode()
+    config = checkpoint.config
+    if adapter_config(checkpoint.container) is not None:
+        config = base_config(checkpoint.container, config)
+    files[CONFIG] = json.dumps(dict(config)).encode()
     return files

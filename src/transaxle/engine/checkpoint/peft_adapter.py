@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transaxle.encodings.conventions.scheme import SECTION
-from transaxle.engine.checkpoint.settings import read_stored_config
+from transaxle.engine.checkpoint.settings import CONFIG, model_config, read_stored_config
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.registry import ADAPTER_CONFIG
@@ -56,6 +57,25 @@ def check_model(container: Container) -> None:
         )
 
 
+def base_config(container: Container, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of an adapter's base model: the user's, or else that in the folder which the adapter names.
+
+    Args:
+        container: files of the adapter.
+        config: content of the config.json that the user gave; empty without one.
+
+    Raises:
+        UsageError: with code UNKNOWN_FAMILY, if there is neither.
+    """
+    folder = (adapter_config(container) or {}).get(_BASE)
+    if not config and isinstance(folder, str) and folder and Path(folder, CONFIG).is_file():
+        config = model_config(folder) or {}
+    if not config:
+        hint = "Give the base model's config:  --config BASE/config.json (config=)."
+        raise refuse("UNKNOWN_FAMILY", "an adapter does not say what its base is like, and no config does", hint=hint)
+    return config
+
+
 def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, express: Express) -> Container:
     """Return the files of an adapter for the same base model in a different dialect of tensor names.
 
@@ -72,9 +92,5 @@ def in_dialect(container: Container, config: Mapping[str, Any], dialect: str, ex
     from transaxle.engine.adapter_files import convert_adapter
 
     adapter_settings = ADAPTER_CONFIG, adapter_config(container) or {}
-    if not config:
-        hint = "Give the base model's config:  --config BASE/config.json (config=)."
-        raise refuse("UNKNOWN_FAMILY", "an adapter does not say what its base is like, and no config does", hint=hint)
-    return convert_adapter(
-        container, adapter_settings, {key: value for key, value in config.items() if key != SECTION}, dialect, express
-    )
+    plain = {key: value for key, value in base_config(container, config).items() if key != SECTION}
+    return convert_adapter(container, adapter_settings, plain, dialect, express)

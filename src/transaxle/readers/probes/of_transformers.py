@@ -30,7 +30,7 @@ def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     result["version"] = importlib.metadata.version("transformers")
-    model_class = _model_class(transformers, request["folder"])
+    model_class = model_class_of(transformers, request["folder"])
     result["class"] = model_class.__name__
     raw = _watch()
     try:
@@ -45,7 +45,7 @@ def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> 
         _compare_twins(request["twins"], model_class, raw, result)
 
 
-def _model_class(transformers: Any, folder: str) -> Any:
+def model_class_of(transformers: Any, folder: str) -> Any:
     """Return the class named in `architectures`, or else the class registered for the model type."""
     from transformers.models.auto import modeling_auto
 

@@ -1,0 +1,131 @@
+"""Readers that are not run: the family's table and the config say which tensors they need.
+
+A reader that needs a GPU, a job of several processes, or cannot be installed everywhere is compared by its dialect: the
+tensors that a model of this config has under the reader's names, against the names, shapes and encodings of the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from transaxle.axes.layout.bind import WEIGHT
+from transaxle.axes.layout.model_tensors import Model
+from transaxle.axes.notation.family import Dialect
+from transaxle.axes.notation.name import natural
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.wording import plural
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.training_state import is_extra_state
+from transaxle.readers.reader import Reader
+
+_AHEAD = "ahead_"
+"""Beginning of the names of logical tensors in layers that predict further tokens; most readers leave them out."""
+_LAYER = re.compile(r"(?:[^.]+\.)*?\d+\.")
+"""Pattern of a name up to the first number, the layer."""
+
+
+def compare_with_tables(checkpoint: Checkpoint, reader: Reader) -> dict[str, Any]:
+    """Return what a reader that is not run does with a checkpoint, as a probe would report it.
+
+    Raises:
+        Refused: with the code UNSUPPORTED if no table has the checkpoint's names or the reader's.
+    """
+    try:
+        reading = checkpoint.reading
+    except TransaxleError as error:
+        message = f"{reader.name} is compared by tables, and none reads these names: {error.refusals[0].message}"
+        raise refuse("UNSUPPORTED", message, file=checkpoint.path, hint="Give a table:  --rules my.rules") from None
+    dialects = (reader.dialect, *reader.further_dialects)
+    result: dict[str, Any] = {"findings": [_note(text) for text in (reader.note,) if text]}
+    if reading.dialect.name not in dialects:
+        labels = " or ".join(dialect for dialect in dialects if reading.family.dialect(dialect) is not None)
+        if not labels:
+            message = f"the table of {reading.family.name} has no names of {reader.name}"
+            raise refuse("UNSUPPORTED", message, file=checkpoint.path, hint="Add a dialect for it:  --rules my.rules")
+        effect = f"{reader.name} takes names of {labels}, and these are those of {reading.dialect.label}"
+        remedy = f"Rename them:  transaxle convert {checkpoint.path} DST --to {reader.target or reader.dialect}"
+        result["findings"].append({"kind": "error", "wrong": True, "effect": effect, "names": (), "remedy": remedy})
+        return result
+    unread = {each.encoding.name for each in checkpoint.encoded.values()} - set(reader.encodings)
+    if unread:
+        names = [name for name, each in checkpoint.encoded.items() if each.encoding.name in unread]
+        effect = f"{reader.name} does not decode {' and '.join(sorted(unread))}"
+        remedy = (
+            f"Decode these tensors:  transaxle convert {checkpoint.path} DST --to {checkpoint.format} --decode bf16"
+        )
+        result["findings"].append({"kind": "values", "wrong": True, "effect": effect, "names": names, "remedy": remedy})
+    return merge_traces(result, _compare(checkpoint, reading.dialect))
+
+
+def _note(effect: str, names: Collection[str] = ()) -> dict[str, Any]:
+    return {"kind": "note", "wrong": False, "effect": effect, "names": sorted(names, key=natural), "remedy": ""}
+
+
+def _compare(checkpoint: Checkpoint, dialect: Dialect) -> dict[str, Any]:
+    """Return `lacks`, `mismatched`, `unexpected` and `findings` of the names, which are those of the reader."""
+    sizes, bound, entries = checkpoint.sizes, checkpoint.bound, checkpoint.catalog.entries
+    prefix = bound.prefix
+    model = Model(bound.family, sizes)
+    shapes = {f"{prefix}{name}": shape for name, shape in model.stored_shapes(dialect)}
+    model.check_decided(dialect)
+    unpadded = {f"{prefix}{name}": shape for name, shape in Model(bound.family, sizes, tp=0).stored_shapes(dialect)}
+    weights = set(_weights(checkpoint))
+    surplus = weights - shapes.keys() - set(_optional(checkpoint, model))
+    layers = {_layer(name) for name in weights}
+    strays = {name for name in bound.unknown if not is_extra_state(name)}
+    inside = {name for name in strays if _layer(name) in layers}
+    outside = strays - inside
+    text = f"no table knows {plural(len(outside), 'tensor')} outside of the layers: whether they load was not checked"
+    return {
+        "lacks": any(name not in entries for name in shapes),
+        "mismatched": [
+            [name, list(entries[name].shape), list(shape)]
+            for name, shape in shapes.items()
+            if name in entries and not _fits(tuple(entries[name].shape), shape, unpadded[name])
+        ],
+        "unexpected": sorted(surplus | inside, key=natural),
+        **({"findings": [_note(text, outside)]} if outside else {}),
+    }
+
+
+def _weights(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the stored names of weights that the dialect's table matches."""
+    for (_, slot), names in checkpoint.bound.names.items():
+        if slot == WEIGHT:
+            yield from names.values()
+
+
+def _optional(checkpoint: Checkpoint, model: Model) -> Iterator[str]:
+    """Yield the stored names that a model may have besides: of layers that predict further tokens, of tied copies, and
+    those of which the config does not say whether the model has them.
+    """
+    for (line, _), names in checkpoint.bound.names.items():
+        free = {
+            component for component in line.expression.components
+            if component.startswith(_AHEAD) or component in model.undecided or component in model.sizes.originals
+        }  # fmt: skip
+        if line.read_only or free:
+            yield from names.values()
+
+
+def _layer(name: str) -> str:
+    """Return the beginning of a name up to the number of its layer; the whole name without one."""
+    match = _LAYER.match(name)
+    return match[0] if match else name
+
+
+def _fits(stored: tuple[int, ...], shape: tuple[int, ...], unpadded: tuple[int, ...]) -> bool:
+    """Return whether a stored shape is that of the model; rows that pad a vocabulary may be of any number."""
+    if shape == unpadded:
+        return stored == shape
+    return len(stored) == len(shape) and stored[1:] == shape[1:] and stored[0] >= unpadded[0]
+
+
+def merge_traces(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of two traces together; lists are joined."""
+    merged = dict(first)
+    for key, value in second.items():
+        merged[key] = [*merged[key], *value] if isinstance(value, list) and key in merged else value
+    return merged
