@@ -58,7 +58,7 @@ def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> 
     result["twice"] = sorted(name for name, count in headers.taken.items() if count > 1)
     if request.get("twins"):
         result["values"] = {"error": "vLLM is run on names, shapes and dtypes alone", "plain": True}
-    if _promises_drafts(model_config.hf_config) and not result.get("error"):
+    if _promises_drafts(request["folder"]) and not result.get("error"):
         _trace_drafts(request["folder"], model_config, headers, result)
 
 
@@ -467,9 +467,10 @@ def _on_list(frame: FrameType) -> bool:
     return any(f"{name}.".startswith(starts) or name.endswith(ends) for name in names if name)
 
 
-def _promises_drafts(config: Any) -> bool:
-    text = config.get_text_config()
-    return any((getattr(each, key, 0) or 0) > 0 for each in (config, text) for key in _DRAFTS)
+def _promises_drafts(folder: str) -> bool:
+    """Return whether the config file, and not only a default of its class, has layers that predict further tokens."""
+    config = json.loads(Path(folder, "config.json").read_text("utf-8"))
+    return any((each.get(key) or 0) > 0 for each in (config, config.get("text_config") or {}) for key in _DRAFTS)
 
 
 def _trace_drafts(folder: str, model_config: Any, headers: Headers, result: dict[str, Any]) -> None:
