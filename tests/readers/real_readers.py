@@ -33,7 +33,10 @@ _NEEDED = "CI" in os.environ or "NEEDS_TRANSFORMERS_4" in os.environ
 needs_transformers_4 = (
     pytest.mark.skipif(not OLDER.is_dir() and not _NEEDED, reason=f"transformers 4 is not in {OLDER}"),
 )
-needs_vllm = (pytest.mark.vllm, pytest.mark.skipif(not VLLM.exists(), reason=f"vLLM has no environment at {VLLM}"))
+needs_vllm = (
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM.exists(), reason=f"vLLM has no environment at {VLLM}"),
+)
 SECONDS = 900
 _TOLERANCE = 1e-5
 """Largest difference of two models that compute the same in another order, relative to the largest value."""

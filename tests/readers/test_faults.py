@@ -36,6 +36,7 @@ from tests.readers.real_readers import (
     run_transformers_4,
     run_vllm,
 )
+from tests.readers.real_readers import VLLM as VLLM_PYTHON
 from tests.readers.reported import REPORTED
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -48,7 +49,7 @@ CASES = {**FAULTS, **REPORTED}
 NEEDS: Mapping[str, Sequence[pytest.MarkDecorator]] = {
     TRANSFORMERS_4: needs_transformers_4, VLLM: needs_vllm, VLLM_DRAFTS: needs_vllm,
 }  # fmt: skip
-CHECKED: Mapping[str, str] = {TRANSFORMERS: "transformers", TRANSFORMERS_4: "transformers"}
+CHECKED: Mapping[str, str] = {TRANSFORMERS: "transformers", TRANSFORMERS_4: "transformers", VLLM: "vllm"}
 """Reader of a fault -> its name for `check`."""
 Folders = tuple[Path, Path, Path]
 """Of the checkpoint that is right, the one with a fault, and the mended one."""
@@ -122,7 +123,7 @@ def test_a_fault_is_named_and_mended(name: str, plant: Callable[[str], Planted],
     assert planted.right.equals(planted.mended), planted.mended.error
     if (reader := CHECKED.get(fault.reader)) is None:
         return
-    python = python_4 if fault.reader == TRANSFORMERS_4 else None
+    python = {TRANSFORMERS_4: python_4, VLLM: VLLM_PYTHON}.get(fault.reader)
     _, spoilt, mended = planted.folders
     opening = {**fault.opening, **({"rules": spoilt.parent / RULES} if fault.opening else {})}
     wrong = _wrong(spoilt, reader, python, **opening)
