@@ -337,9 +337,9 @@ class _Conversion:
             except Refused as error:
                 raise Unverified(error.refusals, report) from None
         if report.check is not None and not report.check:
-            from transaxle.readers.checking import refusals_of
+            from transaxle.readers.findings import refusals_of
 
-            raise Unverified(refusals_of(report.check), report)
+            raise Unverified(refusals_of(report.check.path, report.check.findings), report)
 
     def _execute(self, cleared: CheckedPlan, progress: Progress) -> Report:
         """Execute the plan, in this process or by several worker processes."""

@@ -423,7 +423,9 @@ WAYS = ("--to safetensors:identity", "--derive", "transaxle derive FOLDER -o fro
 SECOND = "second argument: transaxle convert SRC DST --to TARGET"
 NO_PATH = "the target path is the second argument, and --to (to=) is the format to write"
 AS_FP8 = '--to hf (to="hf") --encode float8_block (encode="float8_block").'
-AS_BF16 = '--to hf (to="hf") --dtype bf16 (dtype="bf16") (or --decode bf16 (decode="bf16"), of quantized tensors)'
+AS_BF16 = (
+    '--to hf (to="hf") --dtype bf16 (dtype="bf16"), or for quantized tensors --to hf --decode bf16 (decode="bf16").'
+)
 BASH = """
 {source}
 transaxle() {{ {python} -m transaxle "$@"; }}

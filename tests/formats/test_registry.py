@@ -27,6 +27,9 @@ SPELLED_ELSEWHERE = {
     "engine/checkpoint/settings.py": "an example in an error",
     "options.py": "an example of a value, for errors",
     "formats/training_state.py": "a key of the metadata",
+    "readers/reader.py": "formats that other programs open, which are theirs",
+    "readers/probes/of_torchtitan.py": "the format in its request",
+    "readers/probes/of_vllm.py": "a value of an option of vLLM's",
 }
 """Modules that have a word which is also a format's name."""
 

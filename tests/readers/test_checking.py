@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import transaxle as tx
 from tests.oracles.quiet import quiet
 from transaxle.cli import main
+from transaxle.readers.reader import READERS
 from transaxle.verbs import Unverified
 
 CONFIG: dict[str, Any] = {
@@ -171,3 +172,9 @@ def test_the_command_exits_with_one(planted: Callable[..., Path], capsys: pytest
     shown = capsys.readouterr().out
     assert "does not load it as it is" in shown
     assert "lm_head.weight" in shown
+
+
+def test_the_help_names_every_reader(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in READERS if name not in shown] == []

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import transaxle as tx
-from tests.oracles import torchtitan_peer
+from tests.oracles import automodel_peer, torchtitan_peer
 from tests.oracles.quiet import quiet
 from tests.readers.planted import GLM4_MOE, QWEN3_MOE, config_of, make, retensor
 
@@ -98,3 +98,30 @@ def test_a_model_that_torchtitan_cannot_be_given_is_refused(tmp_path: Path) -> N
     make(GLM4_MOE, tmp_path / "glm")
     with pytest.raises(tx.TransaxleError, match="torchtitan has no way from a config"):
         tx.check(tmp_path / "glm", "torchtitan")
+
+
+def load_with_automodel(folder: Path) -> Tensors:
+    """What its own model holds, once it has loaded what its adapter makes of hub files."""
+    return automodel_peer.held(config_of(folder), load_file(folder / "model.safetensors"), None)
+
+
+def test_automodel_loads_hub_files_through_its_adapter(
+    hub: Path, spoil: Callable[[Callable[[Tensors], object]], Path]
+) -> None:
+    assert tx.check(hub, "automodel").ok
+    assert all(value.isfinite().all() for value in load_with_automodel(hub).values())
+
+    def change(tensors: Tensors) -> None:
+        tensors[BIAS] = tensors.pop(EXPERT)[0]
+
+    folder = spoil(change)
+    assert kinds(tx.check(folder, "automodel")) == {"missing": (EXPERT,), "dropped": (BIAS,), "absent": (EXPERT,)}
+    with pytest.raises(RuntimeError, match="expert"):
+        load_with_automodel(folder)
+
+
+def test_a_model_that_automodel_takes_from_transformers_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    make({"model_type": "phi", "architectures": ["PhiForCausalLM"], "vocab_size": 64, **sizes}, tmp_path / "phi")
+    with pytest.raises(tx.TransaxleError, match="Automodel has no model of its own for PhiForCausalLM"):
+        tx.check(tmp_path / "phi", "automodel")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,9 +19,10 @@ from transaxle.engine.compare import Comparison, Difference, components_by_name
 from transaxle.engine.verification import Verification
 from transaxle.engine.wording import duration, fold, fold_to_text, parameters, plural, size
 from transaxle.formats.registry import join_names
-from transaxle.readers.checking import Check
-from transaxle.readers.findings import Finding
-from transaxle.readers.reader import READERS
+
+if TYPE_CHECKING:
+    from transaxle.readers.checking import Check
+    from transaxle.readers.findings import Finding
 
 
 @click.command(
@@ -239,6 +240,12 @@ def _print_stat(screen: Screen, comparison: Comparison, logical_names: Mapping[s
     screen.table(cells)
 
 
+def _readers() -> list[str]:
+    from transaxle.readers.reader import READERS
+
+    return list(READERS)
+
+
 @click.command(
     "check",
     cls=Command,
@@ -255,8 +262,8 @@ def _print_stat(screen: Screen, comparison: Comparison, logical_names: Mapping[s
 )
 @click.argument("src", type=click.Path(readable=False))
 @click.option(
-    "--for", "reader", metavar="READER", required=True, shell_complete=complete_with(lambda: list(READERS)),
-    help=f"The program: {', '.join(READERS)}.",
+    "--for", "reader", metavar="READER", required=True, shell_complete=complete_with(_readers),
+    help="The program: transformers, vllm, peft, torchtitan, automodel, deepspeed, megatron, llama.cpp or sglang.",
 )  # fmt: skip
 @options_of("check")
 @with_screen

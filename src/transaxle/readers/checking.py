@@ -15,7 +15,7 @@ import msgspec
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.wording import notebook, plural
-from transaxle.errors import Refusal, Where, refuse
+from transaxle.errors import refuse
 from transaxle.formats.registry import ADAPTER_CONFIG
 from transaxle.readers.by_tables import compare_with_tables, merge_traces
 from transaxle.readers.findings import Finding, findings_of
@@ -66,13 +66,16 @@ class Check(msgspec.Struct, frozen=True):
     def headline(self) -> str:
         """The verdict in one line."""
         who = " ".join(filter(None, (self.reader, self.versions.get(self.reader, ""))))
-        how = " by the tables of its names" if self.traced == "tables" else ""
+        count = plural(self.tensors, "tensor")
+        if self.traced == "tables":
+            verdict = f"should load its {count}" if self.ok else "should not load it as it is"
+            return f"{self.path}: {who}, which was not run, {verdict} by the tables of its names"
         if not self.ok:
-            return f"{self.path}: {who} does not load it as it is{how}"
+            return f"{self.path}: {who} does not load it as it is"
         values = ""
         if self.parameters_compared:
             values = f", and computes the same with {plural(self.parameters_compared, 'parameter')} of a small model"
-        return f"{self.path}: {who} loads its {plural(self.tensors, 'tensor')}{how}{values}"
+        return f"{self.path}: {who} loads its {count}{values}"
 
     def _repr_html_(self) -> str:
         return notebook(str(self))
@@ -94,15 +97,6 @@ def require_reader(reader: str, python: str | None, form: str, path: str) -> Non
     program = reader_named(reader)
     reader_versions(program, python)
     _refuse_format(program, form, path)
-
-
-def refusals_of(verdict: Check) -> list[Refusal]:
-    """Return a refusal for each finding of a checkpoint that a reader does not load as it is."""
-    wrong = [finding for finding in verdict.findings if finding.wrong]
-    return [
-        Refusal("UNSUPPORTED", str(finding).strip(), Where(verdict.path, next(iter(finding.names), None)))
-        for finding in wrong
-    ]
 
 
 def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, time_limit: int = LIMIT) -> Check:

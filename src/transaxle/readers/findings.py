@@ -16,8 +16,9 @@ from transaxle.axes.notation.name import natural
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS
 from transaxle.encodings.encoding import NVFP4, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.promised import Lack, find_lacks
 from transaxle.engine.wording import fold_to_text, plural
-from transaxle.errors import TransaxleError
+from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.readers.reader import Reader
 from transaxle.readers.reader_runs import Trace
 from transaxle.readers.twins import form_of, needs_twins, why_no_twins
@@ -69,6 +70,15 @@ def findings_of(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> tuple[F
     return tuple(sorted(findings, key=lambda finding: not finding.wrong))
 
 
+def refusals_of(path: str, findings: Iterable[Finding]) -> list[Refusal]:
+    """Return a refusal for each finding for which a reader does not load the checkpoint at a path as it is."""
+    return [
+        Refusal("UNSUPPORTED", str(finding).strip(), Where(path, next(iter(finding.names), None)))
+        for finding in findings
+        if finding.wrong
+    ]
+
+
 def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Iterator[Finding]:
     """Yield a finding for everything that the reader does otherwise than loading a tensor as it is."""
     name = reader.name
@@ -83,7 +93,9 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
         why = "; ".join(dict.fromkeys(why for _, why in failed))
         effect = f"{name} cannot build {plural(len(failed), 'parameter')} from the tensors: {why}"
         yield Finding("error", True, effect, _in_order(each for each, _ in failed), form)
-    absent = _absent(checkpoint) if any(trace.get(key) for key in _LACKS) else ()
+    explains = any(trace.get(key) for key in _LACKS)
+    lacks = find_lacks(checkpoint) or (_absent(checkpoint) if explains else ())
+    absent = explains and any(lack.names for lack in lacks)
     if missing := sorted({*trace.get("missing", ())}.difference(each for each, _ in trace.get("failed") or ())):
         fate = "it stops" if trace.get("stops") else "they stay at random values"
         effect = f"{plural(len(missing), 'parameter')} of {name} get no tensor, and {fate}"
@@ -102,9 +114,10 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
             f"{_shape(file_shape)} in the files and {_shape(model_shape)} in the model"
         )
         yield Finding("shape", True, effect, _in_order(each for each, _, _ in shapes), "" if absent else _CONFIG)
-    if absent:
-        lacks = f"the files lack {plural(len(absent), 'tensor')} that the config promises"
-        yield Finding("absent", True, lacks, absent, "Copy the files again, or train from a complete checkpoint.")
+    for lack in lacks:
+        take = f"Take them from a complete checkpoint:  transaxle convert {checkpoint.path} DST --to hf --graft BASE"
+        remedy = take if lack.names else ""
+        yield Finding("absent", explains, f"{lack.promise}, but {lack.gap}; {lack.advice}", lack.names, remedy)
     yield from _drop_findings(checkpoint, reader, trace, form)
     yield from _probe_findings(reader, trace)
     yield from _draft_findings(reader, trace)
@@ -114,6 +127,7 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
 
 _LACKS = ("missing", "incomplete", "mismatched", "failed", "error", "lacks")
 """Entries of a trace that tensors which the files lack may explain."""
+_LOST = "a program that loads the model refuses it, or draws them at random"
 _CONFIG = "Correct the sizes in config.json: they are not those of the tensors."
 
 
@@ -141,16 +155,15 @@ def _remedy(checkpoint: Checkpoint, reader: Reader) -> str:
     return ""
 
 
-def _absent(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the names of the tensors that the config promises in this dialect and that the files lack."""
+def _absent(checkpoint: Checkpoint) -> tuple[Lack, ...]:
+    """Return what the files lack by the sizes in the config alone, which may contradict the shapes of other tensors."""
     try:
         reading = checkpoint.reading
-        present = checkpoint.catalog.entries.keys()
-        expected = dict(Model(reading.family, checkpoint.sizes).stored_shapes(reading.dialect))
+        shapes = Model(reading.family, checkpoint.sizes).stored_shapes(reading.dialect)
+        names = {f"{reading.prefix}{name}" for name, _ in shapes} - checkpoint.catalog.entries.keys()
     except TransaxleError:
         return ()
-    prefix = reading.prefix or ""
-    return _in_order(name for name in (f"{prefix}{each}" for each in expected) if name not in present)
+    return (Lack("the config promises them", "they are not stored", _in_order(names), _LOST),) if names else ()
 
 
 def _probe_findings(reader: Reader, trace: Trace) -> Iterator[Finding]:

@@ -65,6 +65,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader(
             "torchtitan", "torchtitan", ("safetensors",), probe="of_torchtitan", takes=("dcp",), compares_values=False,
         ),
+        Reader("automodel", "nemo-automodel", ("safetensors",), probe="of_automodel", compares_values=False),
         Reader(
             "deepspeed", "", ("deepspeed", "deepspeed-universal"), dialect="transformers", compares_values=False,
             by_tables=True, further_dialects=("hf", "stacked", "separate"), note=_NOT_RUN.format("DeepSpeed"),

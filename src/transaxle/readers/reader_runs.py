@@ -67,7 +67,7 @@ def reader_versions(reader: Reader, python: str | None) -> dict[str, str]:
     except subprocess.CalledProcessError as error:
         lacks = error.stderr.strip().splitlines()[-1:] or ["it failed"]
         raise _refuse_absent(reader, lacks[0], python) from None
-    except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError) as error:
+    except (OSError, subprocess.TimeoutExpired, NotJsonError) as error:
         message = f"this Python cannot be run: {error}"
         raise refuse("IO", message, file=python, hint="Give the path of a Python interpreter, --python PATH.") from None
     versions = {}
@@ -83,7 +83,7 @@ def _versions_at(names: Sequence[str], python: str | None) -> dict[str, str]:
     if python is None:
         return {each.name: each.version for each in metadata.distributions() if each.name in names}
     answer = subprocess.run([python, "-c", _ASK, *names], capture_output=True, text=True, timeout=60, check=True)
-    versions: dict[str, str] = json.loads(answer.stdout)
+    versions: dict[str, str] = parse_json(answer.stdout)
     return versions
 
 

@@ -109,6 +109,10 @@ _READ_ELSEWHERE = {
     "nn/checkpoint_layouts.py": "what one rank tells the others", "parallel/tensor_parallel.py": "shipped",
     "refit/vllm_refit.py": "answers of an engine, which name no tensors",
     "engine/plan/rank_parts.py": "shipped",
+    **{
+        f"readers/probes/{name}.py": "runs without this package, on what it wrote"
+        for name in ("headers", "of_gguf", "of_peft", "of_torchtitan", "of_vllm")
+    },
     "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",
 }  # fmt: skip
 """Modules that may decode JSON by themselves, and why."""

@@ -156,7 +156,7 @@ def _ahead_lack(checkpoint: Checkpoint) -> Iterator[Lack]:
         return
     count = sizes.settings.get(key, sizes.config.get(key))
     gap = "some layers that predict ahead are not stored" if stored else "no layer that predicts ahead is stored"
-    advice = f"speculative decoding needs them; a model without them has {key} 0"
+    advice = f"speculative decoding needs them, and --graft BASE takes them; a model without them has {key} 0"
     yield Lack(f"the config has {key} {count}", gap, _names(checkpoint, model, absent), advice)
 
 
