@@ -16,7 +16,7 @@ from transaxle.axes.notation.name import natural
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS
 from transaxle.encodings.encoding import NVFP4, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.promised import Lack, find_lacks
+from transaxle.engine.checkpoint.promised import LOST, Lack, find_lacks
 from transaxle.engine.wording import fold_to_text, plural
 from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.readers.reader import Reader
@@ -127,7 +127,6 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
 
 _LACKS = ("missing", "incomplete", "mismatched", "failed", "error", "lacks")
 """Entries of a trace that tensors which the files lack may explain."""
-_LOST = "a program that loads the model refuses it, or draws them at random"
 _CONFIG = "Correct the sizes in config.json: they are not those of the tensors."
 
 
@@ -163,7 +162,7 @@ def _absent(checkpoint: Checkpoint) -> tuple[Lack, ...]:
         names = {f"{reading.prefix}{name}" for name, _ in shapes} - checkpoint.catalog.entries.keys()
     except TransaxleError:
         return ()
-    return (Lack("the config promises them", "they are not stored", _in_order(names), _LOST),) if names else ()
+    return (Lack("the config promises them", "they are not stored", _in_order(names), LOST),) if names else ()
 
 
 def _probe_findings(reader: Reader, trace: Trace) -> Iterator[Finding]:
@@ -309,16 +308,16 @@ def _value_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace, form: 
     """Yield findings on values that the reader puts elsewhere or decodes otherwise."""
     if not needs_twins(checkpoint, reader.dialect) or (not reader.compares_values and not checkpoint.encoded):
         return
+    uncompared = "values were not compared, only names, shapes and dtypes"
     if not reader.compares_values:
-        yield Finding("note", False, "values were not compared, only names, shapes and dtypes")
+        yield Finding("note", False, uncompared)
         return
-    if why := why_no_twins(checkpoint, reader.dialect):
-        yield Finding("note", False, f"values were not compared, only names, shapes and dtypes: {why}")
-        return
+    why = why_no_twins(checkpoint, reader.dialect)
     values = trace.get("values")
-    if not values or values.get("plain"):
+    if not why and (not values or values.get("plain")):
         why = values["error"] if values else trace.get("error") or "the config cannot be made small"
-        yield Finding("note", False, f"values were not compared, only names, shapes and dtypes: {why}")
+    if why or not values:
+        yield Finding("note", False, f"{uncompared}: {why}")
         return
     if error := values.get("error"):
         yield Finding("values", True, f"{reader.name} cannot load a small checkpoint of this kind: {error}", (), form)
@@ -334,9 +333,9 @@ def _value_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace, form: 
         yield Finding("note", False, f"outputs of a small model were not compared: {outputs}")
 
 
-_LARGEST_FACTOR, _SMALLEST_DIVISOR = 1.0, 1.0
-"""A global scale of nvfp4 is the largest value of a weight over 2,688, or the inverse: weights above 2,688 do not occur
-in models, so a factor above 1 is a divisor, and a divisor below 1 a factor.
+_TURN = 1.0
+"""Global scale of nvfp4 at which a factor and a divisor are the same. A factor is the largest value of a weight over
+2,688; weights above 2,688 do not occur in models, so a factor above 1 is a divisor, and a divisor below 1 a factor.
 """
 _MOST_SCALES = 4096
 """Largest number of global scales that are read; of more, evenly distributed ones."""
@@ -345,13 +344,13 @@ _MOST_SCALES = 4096
 def _scales(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield findings on global scales that have the meaning of another convention."""
     scaled = [
-        each for each in checkpoint.encoded.values() if each.encoding.name == NVFP4.name and "global" in each.parts
+        each for each in checkpoint.encoded.values() if each.encoding.name == NVFP4.name and Role.GLOBAL in each.parts
     ]
     inverted = []
     for tensor in scaled[:: -(-len(scaled) // _MOST_SCALES) or 1]:
         value = float(checkpoint.stored[tensor.parts[Role.GLOBAL]].read().reshape(-1)[0])
         divides = tensor.convention == COMPRESSED_TENSORS
-        if 0 < value < _SMALLEST_DIVISOR if divides else value > _LARGEST_FACTOR:
+        if 0 < value < _TURN if divides else value > _TURN:
             inverted.append(tensor.parts[Role.GLOBAL])
     if inverted:
         effect = f"{plural(len(inverted), 'global scale')} of nvfp4 look inverted: the weights would exceed 2,688"

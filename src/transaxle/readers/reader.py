@@ -53,8 +53,6 @@ class Reader(msgspec.Struct, frozen=True):
     """What every verdict says of how the reader was compared."""
     along: tuple[str, ...] = ("torch",)
     """Further distributions on whose versions its results depend."""
-    options: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Entries of the probe's request that are the same for every checkpoint."""
 
 
 READERS: Mapping[str, Reader] = MappingProxyType({

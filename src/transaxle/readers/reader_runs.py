@@ -122,8 +122,8 @@ def run_reader(
         has_twins = reader.compares_values and needs_twins(checkpoint, reader.dialect)
         has_twins = has_twins and not why_no_twins(checkpoint, reader.dialect)
         form = msgspec.to_builtins(form_of(checkpoint)) if has_twins else None
-        request |= {**reader.options, "form": form, "table": own_table(checkpoint) if has_twins else ""}
-        request["format"] = checkpoint.format
+        table = own_table(checkpoint) if has_twins else ""
+        request |= {"form": form, "table": table, "format": checkpoint.format}
         cached = _cache() / f"{_key(reader, request, versions)}.json"
         try:
             return ReaderRun(parse_json(cached.read_text("utf-8")), True)

@@ -25,7 +25,7 @@ _MOST_INDICES = 100_000
 """Maximum number of layers of one kind; needed because a config file may claim any number of layers."""
 _ROWS = 128
 """Megatron pads the vocabulary to a multiple of this number of rows times the number of tensor-parallel ranks."""
-_AHEAD = ("ahead_", "mtp_")
+AHEAD = ("ahead_", "mtp_")
 """Name prefixes of the logical tensors in multi-token-prediction layers, which inference engines keep as separate
 models.
 """
@@ -133,7 +133,7 @@ class Model:
         """
         depth = self.sizes.at({}).get(_DEPTH)
         at = dict(zip(self.axes_of(tensor), index, strict=True))
-        return tensor.startswith(_AHEAD) or (depth is not None and at.get(_LAYER, -1) >= depth)
+        return tensor.startswith(AHEAD) or (depth is not None and at.get(_LAYER, -1) >= depth)
 
     def axes_of(self, tensor: str) -> tuple[str, ...]:
         """Return those axes of a logical tensor whose indices are layer numbers."""
@@ -220,7 +220,7 @@ class Model:
         """
         lines = [line for line in dialect.lines if not line.read_only and len(line.expression.dims) > 1]
         matrices = {component for line in lines for component in line.expression.components}
-        open_tensors = sorted(name for name in self.undecided & matrices if not name.startswith(_AHEAD))
+        open_tensors = sorted(name for name in self.undecided & matrices if not name.startswith(AHEAD))
         if not open_tensors:
             return
         names = set[str]().union(*(when.names for name in open_tensors if (when := self.family.tensors[name].when)))

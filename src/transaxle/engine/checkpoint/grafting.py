@@ -26,6 +26,7 @@ import msgspec
 from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Presence, split_slot, with_kept
+from transaxle.axes.layout.model_tensors import AHEAD
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.family import Family, Sizes
 from transaxle.axes.notation.name import natural
@@ -64,8 +65,6 @@ _OF_WHOLE = _TIE | {"architectures", "auto_map", "dtype", "torch_dtype", "transf
 """Config keys of a text model that the section of the text model in a larger one does not take over."""
 _LAYERS = "L"
 """Axis of the tables whose size is the number of layers without those that predict tokens ahead."""
-_OF_LAYER_AHEAD = re.compile(r"(?:ahead|mtp)_")
-"""Beginning of the names of logical tensors in layers that predict tokens ahead."""
 _SHOWN = 6
 """Largest number of names that one message lists."""
 
@@ -367,7 +366,7 @@ class _Grafting:
         """Return whether a group belongs to a layer that predicts tokens ahead."""
         layers = self._base.sizes.at({}).get(_LAYERS)
         is_beyond = layers is not None and group.target.index.get("l", -1) >= layers
-        return is_beyond or any(_OF_LAYER_AHEAD.match(component) for component in group.components)
+        return is_beyond or any(component.startswith(AHEAD) for component in group.components)
 
     def _config_keys(self, chosen: Sequence[_Group]) -> set[str]:
         """Return the config keys on which sizes and conditions of the logical tensors of the groups depend."""

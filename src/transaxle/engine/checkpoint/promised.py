@@ -50,7 +50,7 @@ _TEXT_SECTIONS = frozenset({"text_config", "llm_config", "language_config", "qua
 """Config sections that describe no tower."""
 _HUB = frozenset({"hf", "transformers"})
 """Dialects whose names the config's lists of modules contain."""
-_LOST = "a program that loads the model refuses it, or draws them at random"
+LOST = "a program that loads the model refuses it, or draws them at random"
 _UNSCALED = "a program that loads the model looks for scales"
 _PLAIN = f"{_UNSCALED}; written with --decode bf16 it is plain as a whole"
 _NO_CODES = f"{_UNSCALED}; if the weights have been decoded, remove the section from the config"
@@ -202,7 +202,7 @@ def _absent(checkpoint: Checkpoint) -> Iterator[Lack]:
         reasons = dict.fromkeys(sorted(filter(None, promises.values())))
         is_stated = 2 * sum(map(bool, promises.values())) >= len(promises)
         promise = f"the config has {', '.join(reasons)}" if is_stated else "the config describes a larger model"
-        yield Lack(promise, "not all of its tensors are stored", tuple(sorted(promises, key=natural)), _LOST)
+        yield Lack(promise, "not all of its tensors are stored", tuple(sorted(promises, key=natural)), LOST)
 
 
 def _part(name: str) -> str:
@@ -238,7 +238,7 @@ def _towers(checkpoint: Checkpoint) -> Iterator[Lack]:
         return
     for key, section in sizes.config.items():
         if key.endswith(_SECTION) and key.startswith(_TOWERS) and isinstance(section, Mapping) and section:
-            yield Lack(f"the config has {key}", "only tensors of the text model are stored", (), _LOST)
+            yield Lack(f"the config has {key}", "only tensors of the text model are stored", (), LOST)
 
 
 def _codes(checkpoint: Checkpoint) -> Iterator[Lack]:
