@@ -74,7 +74,7 @@ class Check(msgspec.Struct, frozen=True):
             return f"{self.path}: {who} does not load it as it is"
         values = ""
         if self.parameters_compared:
-            values = f", and computes the same with {plural(self.parameters_compared, 'parameter')} of a small model"
+            values = f", and {plural(self.parameters_compared, 'parameter')} of a small model get the right values"
         return f"{self.path}: {who} loads its {count}{values}"
 
     def _repr_html_(self) -> str:

