@@ -18,7 +18,6 @@ import torch
 
 from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
-from transaxle.readers.probes import titan_models
 
 BUFFER = ".moe.expert_bias_E"
 """Load-balancing state, which every model with experts has, and which most adapters do not know: it begins at zero."""
@@ -93,12 +92,19 @@ def older(native: Tensors) -> Tensors:
 def module(config: Config) -> Any:
     """torchtitan's own model of these sizes, on the meta device."""
     with quiet():
-        return titan_models.build(config)
+        return _models().build(config)
 
 
 def adapter(config: Config) -> Any:
     """torchtitan's own adapter."""
-    return titan_models.adapter_of(config)
+    return _models().adapter_of(config)
+
+
+def _models() -> Any:
+    """How torchtitan's models are made from a config; imported late, because Transaxle is not in vLLM's environment."""
+    from transaxle.readers.probes import titan_models
+
+    return titan_models
 
 
 PACKAGES = {"llama3", "qwen3", "deepseek_v3", "gpt_oss"}

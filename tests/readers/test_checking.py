@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import transaxle as tx
 from tests.oracles.quiet import quiet
+from tests.readers.planted import FAULTS, config_of, with_key
 from transaxle.cli import main
 from transaxle.readers.reader import READERS
 from transaxle.verbs import Unverified
@@ -135,6 +137,34 @@ def test_block_scaled_codes_load_with_their_values(hub: Path, tmp_path: Path) ->
     verdict = tx.check(tmp_path / "fp8", "transformers")
     assert verdict
     assert verdict.parameters_compared > 20
+
+
+@pytest.mark.usefixtures("in_process")
+def test_plain_modules_under_other_names_get_no_scale_where_codes_have_kernels(tmp_path: Path) -> None:
+    """As transformers itself loads the folder when it takes this machine for one with a GPU."""
+    from transformers import AutoModelForCausalLM
+
+    folder, down = tmp_path / "fp8", "model.layers.0.mlp.down_proj"
+    FAULTS["FP8 without a quantization config"].build(folder)
+    stored = load_file(folder / WEIGHTS)
+    shape = stored[f"{down}.weight"].shape
+    del stored[f"{down}.weight_scale_inv"]
+    save_file({**stored, f"{down}.weight": torch.ones(shape)}, folder / WEIGHTS, {"format": "pt"})
+    section = config_of(folder)["quantization_config"]
+    for name, lost in (
+        ("model.language_model" + down.removeprefix("model"), {f"{down}.weight_scale_inv"}),
+        (down, set()),
+    ):
+        with_key("quantization_config", {**section, "modules_to_not_convert": ["lm_head", name]})(folder)
+        with (
+            quiet(),
+            patch.object(torch.cuda, "is_available", lambda: True),
+            patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        ):
+            model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, device_map="cpu")
+        assert info["missing_keys"] == lost
+        assert (model.get_submodule(down).weight.dtype == torch.float8_e4m3fn) is bool(lost)
+        assert {*kinds(tx.check(folder, "transformers")).get("missing", ())} == lost
 
 
 def test_unknown_readers_and_formats(hub: Path, tmp_path: Path) -> None:

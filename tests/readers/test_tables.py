@@ -11,6 +11,7 @@ import torch
 
 import transaxle as tx
 from tests.readers.planted import EXPERTS, GLM4_MOE, LLAMA, QWEN3_MOE, config_of, make, retensor
+from tests.readers.reported import UNRUN, qwen3_5_int4
 
 pytestmark = pytest.mark.peers
 
@@ -59,6 +60,26 @@ def test_sglang_is_compared_by_the_names_of_hub_files(hub: Path, tmp_path: Path)
     assert "sglang takes names of hf, and these are those of transformers" in str(
         tx.check(tmp_path / "stacked", "sglang")
     )
+
+
+@pytest.fixture(scope="module")
+def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int4") / "qwen3_5"
+    qwen3_5_int4(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", UNRUN)
+def test_what_sglang_was_reported_to_drop_is_named(case: str, qwen3_5: Path, tmp_path: Path) -> None:
+    """SGLang is not run: its reports, and its code, say what it drops."""
+    assert tx.check(qwen3_5, "sglang").ok
+    spoil, dropped = UNRUN[case]
+    shutil.copytree(qwen3_5, tmp_path / "spoilt")
+    spoil(tmp_path / "spoilt")
+    spoilt = tx.check(tmp_path / "spoilt", "sglang")
+    assert {kind: {*names} for kind, names in kinds(spoilt).items()} == {"dropped": dropped}
+    tx.convert(tmp_path / "spoilt", tmp_path / "mended", to="hf", decode="bf16", sync=False)
+    assert tx.check(tmp_path / "mended", "sglang").ok
 
 
 @pytest.mark.parametrize("to", ["torch_dist", "megatron_torch:megatron", "megatron_torch:te"])

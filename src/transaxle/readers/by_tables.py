@@ -14,6 +14,7 @@ from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.notation.family import Dialect
 from transaxle.axes.notation.name import natural
+from transaxle.encodings.conventions.quantization import Quantization, module_of
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.wording import plural
 from transaxle.errors import TransaxleError, refuse
@@ -56,7 +57,60 @@ def compare_with_tables(checkpoint: Checkpoint, reader: Reader) -> dict[str, Any
             f"Decode these tensors:  transaxle convert {checkpoint.path} DST --to {checkpoint.format} --decode bf16"
         )
         result["findings"].append({"kind": "values", "wrong": True, "effect": effect, "names": names, "remedy": remedy})
+    result["findings"] += _in_another_form(checkpoint, reader)
     return merge_traces(result, _compare(checkpoint, reading.dialect))
+
+
+def _in_another_form(checkpoint: Checkpoint, reader: Reader) -> Iterator[dict[str, Any]]:
+    """Yield findings on tensors of a module that the reader builds for codes while the files have it plain, or the
+    reverse. It builds modules by the lists in the config, and drops tensors of the other form with a warning at most.
+    """
+    described = checkpoint.catalog.quantization
+    if described is None or described.method != reader.builds_by_lists_of:
+        return
+    encoded = checkpoint.catalog.encoded
+    has_codes = {module_of(name).rpartition(".")[2] for name in encoded}
+    plain = {name: module_of(name) for name in checkpoint.catalog.entries if name not in encoded}
+    plain = {name: module for name, module in plain.items() if module.rpartition(".")[2] in has_codes}
+    unlisted = {name for name, module in plain.items() if _has_codes(described, module)}
+    joined = {
+        name for name, module in plain.items()
+        if module.startswith(_DRAFTS) and _has_codes(described, _join_name(module, reader))
+    } - unlisted  # fmt: skip
+    bare = [name for name in encoded if not _has_codes(described, module_of(name))]
+    bare += [name for name in encoded if module_of(name) == _HEAD and not _is_named(described, _HEAD)]
+    parts = {part for name in bare for part in encoded[name].parts.values()}
+    decode = f"Decode all codes:  transaxle convert {checkpoint.path} DST --to {reader.dialect} --decode bf16"
+    lists = "the lists of modules in quantization_config"
+    for effect, names in (
+        (f"{reader.name} builds these modules for codes, by {lists}, and drops their plain tensors", unlisted),
+        (f"{reader.name} joins these modules, does not look for their own names in {lists}, and drops them", joined),
+        (f"{reader.name} builds these modules plain, by {lists}, and drops their codes and scales", parts),
+    ):
+        if names:
+            yield {"kind": "dropped", "wrong": True, "effect": effect, "names": sorted(names), "remedy": decode}
+
+
+_DRAFTS = "mtp."
+"""Beginning of the names of modules that predict further tokens, in a part of the model of their own."""
+_HEAD = "lm_head"
+
+
+def _has_codes(described: Quantization, module: str) -> bool:
+    """Return whether a config says that a module has codes; entries of its list of plain ones match inside of names."""
+    plain = described.scheme.ignored.names
+    return bool(described.encodings(module)) and not any(entry.lower() in module.lower() for entry in plain)
+
+
+def _is_named(described: Quantization, module: str) -> bool:
+    """Return whether a config says by name, and not only by class, that a module has codes."""
+    return any(group.modules is not None and module in group.modules for group in described.scheme.groups)
+
+
+def _join_name(module: str, reader: Reader) -> str:
+    """Return the name of the module of which the reader makes this one a part; its own name if it makes none."""
+    before, _, last = module.rpartition(".")
+    return f"{before}.{reader.joins.get(last, last)}"
 
 
 def _note(effect: str, names: Collection[str] = ()) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from transaxle.encodings.conventions.scheme import COMPRESSED
 from transaxle.errors import refuse
 
 PROBES = Path(__file__).parent / "probes"
@@ -18,6 +19,9 @@ HUB_FORMATS = ("safetensors", "torch")
 
 
 _NOT_RUN = "{} was not run: names, shapes and encodings were compared with tables"
+_JOINED = MappingProxyType({
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"), "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+})  # fmt: skip
 
 
 class Reader(msgspec.Struct, frozen=True):
@@ -49,6 +53,14 @@ class Reader(msgspec.Struct, frozen=True):
     """Target of `--to` that writes what it takes; empty for `dialect`."""
     encodings: tuple[str, ...] = ()
     """Names of the encodings that it decodes, if it is compared by tables."""
+    builds_by_lists_of: str = ""
+    """Quantization method for which it decides by the lists of modules in the config, and not by the files, which
+    modules have codes, if it is compared by tables.
+    """
+    joins: Mapping[str, str] = MappingProxyType({})
+    """Last segment of a module -> that of the module of which it makes a part, without looking for its own name in
+    those lists, in layers that predict further tokens.
+    """
     note: str = ""
     """What every verdict says of how the reader was compared."""
     along: tuple[str, ...] = ("torch",)
@@ -85,6 +97,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader(
             "sglang", "", HUB_FORMATS, compares_values=False, by_tables=True,
             encodings=("float8", "float8_block", "mxfp4", "mxfp8", "nvfp4", "int4", "int8"),
+            builds_by_lists_of=COMPRESSED, joins=_JOINED,
             note=_NOT_RUN.format("SGLang") + "; it reads hub files by vLLM's names: --for vllm runs vLLM's loader",
         ),
     )
