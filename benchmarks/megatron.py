@@ -78,9 +78,9 @@ with open(sys.argv[1], "wb") as file:
 PEER = """
 import sys
 from pathlib import Path
-from tests.oracles.bridge_peer import devices, stand_ins
-devices.pretend()
-stand_ins.install()
+from tests.oracles.bridge_peer import without_cuda, without_kernels
+without_cuda.pretend()
+without_kernels.install()
 import torch
 from torch import distributed as dist
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

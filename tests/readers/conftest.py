@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.oracles.quiet import quiet
+from tests.readers import probe_server
 from transaxle.readers import reader_runs
 from transaxle.readers.reader import PROBES, Reader
 
@@ -36,6 +40,39 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return run_probe(reader.probe, json.loads(request.read_text("utf-8")))
 
     monkeypatch.setattr(reader_runs, "_run", run)
+
+
+@contextmanager
+def served(python: Path, probe: str, folder: Path) -> Iterator[None]:
+    """Run a probe in one process of another environment, for all checks.
+
+    Args:
+        python: the interpreter of that environment.
+        probe: name of the probe.
+        folder: an empty folder for what the process prints, and for results.
+    """
+    command = [str(python), probe_server.__file__, str(PROBES), probe]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM", "NVTE"))}
+    errors = folder / "errors"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        errors.open("w") as log,
+        subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as server,
+    ):
+        assert server.stdin is not None
+
+        def run(_reader: object, request: Path, result: Path, *_: object) -> Any:
+            print(json.dumps([str(request), str(result)]), file=server.stdin, flush=True)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "done\n", errors.read_text("utf-8")[-4000:]
+            return json.loads(result.read_text("utf-8"))
+
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(reader_runs, "_run", run)
+        yield
+        server.stdin.close()
 
 
 def run_probe(name: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,10 +15,9 @@ from safetensors.torch import load_file
 
 import transaxle as tx
 from tests.oracles.vllm_peer.models import MODELS
-from tests.readers import planted, probe_server
+from tests.readers import planted
+from tests.readers.conftest import served
 from tests.readers.real_readers import ROOT, SECONDS, VLLM, needs_vllm, run_vllm
-from transaxle.readers import reader_runs
-from transaxle.readers.reader import PROBES
 
 pytestmark = [*needs_vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -42,28 +40,8 @@ W13 = "model.layers.1.mlp.experts.routed_experts.w13_weight"
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
     """Return a function that checks a folder for vLLM, which starts once for all of them."""
-    command = [str(VLLM), probe_server.__file__, str(PROBES), "of_vllm"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM"))}
-    errors = tmp_path_factory.mktemp("vllm") / "errors"
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        errors.open("w") as log,
-        subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        ) as server,
-    ):
-        assert server.stdin is not None
-
-        def run(_reader: object, request: Path, result: Path, *_: object) -> Any:
-            print(json.dumps([str(request), str(result)]), file=server.stdin, flush=True)
-            assert server.stdout is not None
-            assert server.stdout.readline() == "done\n", errors.read_text("utf-8")[-4000:]
-            return json.loads(result.read_text("utf-8"))
-
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(reader_runs, "_run", run)
+    with served(VLLM, "of_vllm", tmp_path_factory.mktemp("vllm")):
         yield lambda folder: tx.check(folder, "vllm", python=VLLM)
-        server.stdin.close()
 
 
 @pytest.fixture(scope="module")

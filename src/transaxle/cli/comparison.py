@@ -263,7 +263,7 @@ def _readers() -> list[str]:
 @click.argument("src", type=click.Path(readable=False))
 @click.option(
     "--for", "reader", metavar="READER", required=True, shell_complete=complete_with(_readers),
-    help="The program: transformers, vllm, peft, compressed-tensors, torchtitan, automodel, deepspeed, megatron, "
+    help="The program: transformers, compressed-tensors, vllm, peft, torchtitan, automodel, deepspeed, megatron, "
     "llama.cpp or sglang.",
 )  # fmt: skip
 @options_of("check")

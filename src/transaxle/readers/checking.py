@@ -95,7 +95,7 @@ def require_reader(reader: str, python: str | None, form: str, path: str) -> Non
         Refused: with the code UNSUPPORTED if the reader is not installed, or does not open this format.
     """
     program = reader_named(reader)
-    reader_versions(program, python)
+    reader_versions(program, python, form)
     _refuse_format(program, form, path)
 
 
@@ -116,12 +116,13 @@ def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, tim
     """
     began = time.monotonic()
     program = reader_named(reader)
-    versions = reader_versions(program, python)
+    versions = reader_versions(program, python, checkpoint.format)
     _refuse_format(program, checkpoint.format, checkpoint.path)
     _refuse_other_kind(checkpoint, program)
-    run = run_reader(checkpoint, program, versions, python, time_limit) if program.probe else None
+    run = run_reader(checkpoint, program, versions, python, time_limit) if versions else None
     trace: Trace = {} if run is None else run.trace
-    if program.by_tables:
+    by_tables = program.by_tables and not (program.runs and run is not None and "untraced" not in trace)
+    if by_tables:
         trace = merge_traces(compare_with_tables(checkpoint, program), trace)
     values = trace.get("values") or {}
     return Check(
@@ -131,7 +132,7 @@ def check(checkpoint: Checkpoint, reader: str, *, python: str | None = None, tim
         findings=findings_of(checkpoint, program, trace),
         tensors=len(checkpoint.container.entries),
         parameters_compared=values.get("compared", 0),
-        traced="tables" if run is None or program.by_tables else "cache" if run.is_cached else "run",
+        traced="tables" if run is None or by_tables else "cache" if run.is_cached else "run",
         seconds=time.monotonic() - began,
     )
 

@@ -86,6 +86,8 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
     if (error := trace.get("error")) and not trace.get("failed"):
         at = tuple(filter(None, (trace.get("stopped"),)))
         yield Finding("error", True, f"{name} stops with an error: {error}", at, form)
+    if why := trace.get("untraced"):
+        yield Finding("note", False, f"tables stand for {name}: {why}")
     if why := trace.get("unbuilt"):
         effect = f"{name} cannot build the model on this machine, so that its loading was not checked: {why}"
         yield Finding("error", True, effect)

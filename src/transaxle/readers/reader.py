@@ -47,6 +47,8 @@ class Reader(msgspec.Struct, frozen=True):
     """Whether it opens adapters for a model instead of whole models."""
     by_tables: bool = False
     """Whether the tables of names stand for the reader, besides what a probe finds."""
+    runs: tuple[str, ...] = ()
+    """Formats for which the probe runs instead of the tables, where the program is installed; if empty, it must be."""
     further_dialects: tuple[str, ...] = ()
     """Further dialects whose names it takes."""
     target: str = ""
@@ -62,7 +64,7 @@ class Reader(msgspec.Struct, frozen=True):
     those lists, in layers that predict further tokens.
     """
     note: str = ""
-    """What every verdict says of how the reader was compared."""
+    """What a verdict by tables says of how the reader was compared."""
     along: tuple[str, ...] = ("torch",)
     """Further distributions on whose versions its results depend."""
 
@@ -85,9 +87,10 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             by_tables=True, further_dialects=("hf", "stacked", "separate"), note=_NOT_RUN.format("DeepSpeed"),
         ),
         Reader(
-            "megatron", "", ("torch_dist", "megatron_torch"), dialect="megatron_dist", compares_values=False,
-            by_tables=True, further_dialects=("megatron_layers", "megatron", "te"), target="torch_dist",
-            note=_NOT_RUN.format("Megatron"),
+            "megatron", "megatron-bridge", ("torch_dist", "megatron_torch"), probe="of_megatron",
+            dialect="megatron_dist", compares_values=False, by_tables=True, runs=("torch_dist",),
+            further_dialects=("megatron_layers", "megatron", "te"), target="torch_dist",
+            note=_NOT_RUN.format("Megatron"), along=("megatron-core", "transformers", "torch"),
         ),
         Reader(
             "llama.cpp", "gguf", HUB_FORMATS, probe="of_gguf", compares_values=False, by_tables=True, along=(),

@@ -48,18 +48,23 @@ print(json.dumps({d.name: d.version for d in m.distributions() if d.name in sys.
 """
 
 
-def reader_versions(reader: Reader, python: str | None) -> dict[str, str]:
+def reader_versions(reader: Reader, python: str | None, form: str) -> dict[str, str]:
     """Return the versions of the reader and of the packages that it depends on most.
 
     Args:
         reader: the reader.
         python: path of a Python interpreter; None means this one.
+        form: name of the container format to be loaded.
+
+    Returns:
+        Distribution -> version; empty for a reader that is not run on this format, because it has no probe for it, or
+        because it is not installed and tables may stand for it.
 
     Raises:
-        Refused: with the code UNSUPPORTED if the reader is not installed there.
+        Refused: with the code UNSUPPORTED if the reader is not installed there, and must be.
         StorageError: with the code IO if the interpreter cannot be started.
     """
-    if not reader.probe:
+    if not reader.probe or (reader.runs and form not in reader.runs):
         return {}
     sought = [(reader.package, *reader.also), *((name,) for name in reader.along if name != reader.package)]
     try:
@@ -73,6 +78,8 @@ def reader_versions(reader: Reader, python: str | None) -> dict[str, str]:
     versions = {}
     for names in sought:
         if not (present := [name for name in names if name in installed]):
+            if reader.runs:
+                return {}
             raise _refuse_absent(reader, f"it has no {' or '.join(names)}", python)
         versions[names[0]] = installed[present[0]]
     return versions
@@ -123,7 +130,8 @@ def run_reader(
         has_twins = has_twins and not why_no_twins(checkpoint, reader.dialect)
         form = msgspec.to_builtins(form_of(checkpoint)) if has_twins else None
         table = own_table(checkpoint) if has_twins else ""
-        request |= {"form": form, "table": table, "format": checkpoint.format}
+        content = checkpoint.container.metadata.get("megatron", {}).get("content_metadata") or {}
+        request |= {"form": form, "table": table, "format": checkpoint.format, "content": content}
         cached = _cache() / f"{_key(reader, request, versions)}.json"
         try:
             return ReaderRun(parse_json(cached.read_text("utf-8")), True)

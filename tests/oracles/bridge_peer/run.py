@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.oracles.bridge_peer import devices, kimi_modules, stand_ins
+from tests.oracles.bridge_peer import kimi_modules, without_cuda, without_kernels
 from tests.oracles.bridge_peer.models import MODELS, Model
 
 Tensors = dict[str, torch.Tensor]
@@ -150,7 +150,7 @@ class _Bridge:
 
     def load(self, folder: Path) -> None:
         """Let Megatron load a distributed checkpoint, as strictly as it does by default."""
-        stand_ins.install_for_saving()
+        without_kernels.install_for_saving()
         from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
 
         self._forget()
@@ -158,7 +158,7 @@ class _Bridge:
 
     def save(self, folder: Path) -> None:
         """Let the bridge save the model as a distributed checkpoint."""
-        stand_ins.install_for_saving()
+        without_kernels.install_for_saving()
         from megatron.bridge.training.model_load_save import save_megatron_model
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -208,8 +208,8 @@ def _architectures() -> list[str]:
 
 def main(target: Path, names: list[str], *, load: bool = False) -> None:
     """Write what Megatron-Bridge makes of models, of all where none is named, or what Megatron loads of ours."""
-    devices.pretend()
-    stand_ins.install()
+    without_cuda.pretend()
+    without_kernels.install()
     kimi_modules.install()
     logging.disable(logging.CRITICAL)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ from torch import distributed as dist
 
 from tests.formats.megatron.plain_attention import PlainAttention
 from tests.formats.megatron.training import fused_adam
-from tests.oracles.bridge_peer import devices, stand_ins
+from tests.oracles.bridge_peer import without_cuda, without_kernels
 
 GRADIENT = 1e-2
 """Gradients, in parts of the weights."""
@@ -90,10 +90,10 @@ def launch(python: Path, root: Path, cases: list[Case]) -> tuple[int, str]:
 
 def _prepare(te: bool) -> None:
     """Import Megatron's training code, on this CPU."""
-    devices.pretend()
+    without_cuda.pretend()
     logging.disable(logging.WARNING)
     if te:
-        stand_ins.install()
+        without_kernels.install()
     else:
         vars(typing).setdefault("override", typing_extensions.override)
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]

@@ -92,11 +92,11 @@ def main(out: str, ranks: int, words: str) -> int:
     """Run all ranks, and return how many failed."""
     import torch
 
-    from tests.oracles.bridge_peer import devices
+    from tests.oracles.bridge_peer import without_cuda
 
     peer._prepare(te=False)
     torch.cuda.is_available = lambda: True
-    devices._Stream.record_event = lambda self, *_: self
+    without_cuda._Stream.record_event = lambda self, *_: self
     forked = multiprocessing.get_context("fork")
     processes = [forked.Process(target=_rank, args=(rank, ranks, out, words)) for rank in range(ranks)]
     for process in processes:

@@ -183,6 +183,8 @@ SHARDING = "fully_reshardable"
 parallel degrees."""
 _VERSION = 3.0
 _GLOBAL_SAMPLES = "global_samples"
+_NUMBERED = "decoder.layers.0."
+"""Part of the names of a folder whose layers have tensors of their own, for which Megatron asks only if it says so."""
 _EXPERTS, _APART = ".experts.", "is_expert_parallel"
 _COPIED_FACTS = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _SAMPLES = "consumed_train_samples"
@@ -206,6 +208,8 @@ def common_state(
         optimizer: the optimizer's settings; None if no optimizer state is written.
     """
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if any(_NUMBERED in name for name in names):
+        content["non_homogeneous_layers"] = True
     state = state_of_run(arguments(config, names, vocabulary), facts, optimizer)
     if optimizer is not None:
         content |= {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False}

@@ -1,4 +1,7 @@
-"""Megatron on a CPU: what is asked of a GPU is done here, or nothing is."""
+"""Programs for GPUs on a machine without one: what they ask of CUDA is done on another device, or nothing is done.
+
+With the meta device a model takes no memory.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_CPU = torch.device("cpu")
 _IDLE = (
     "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_stream", "_lazy_init",
     "reset_peak_memory_stats",
 )  # fmt: skip
 
 
-class _OnCpu(TorchFunctionMode):
-    """Reads cuda as cpu in the arguments of every function of torch."""
+class _Elsewhere(TorchFunctionMode):
+    """Puts another device for CUDA in the arguments of every function of torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,10 +39,10 @@ class _OnCpu(TorchFunctionMode):
             found = func(*given, **kwargs)
             return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = self._device
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        return func(*(_CPU if _is_cuda(each) else each for each in args), **kwargs)
+        return func(*(self._device if _is_cuda(each) else each for each in args), **kwargs)
 
 
 def _is_cuda(given: Any) -> bool:
@@ -46,7 +52,7 @@ def _is_cuda(given: Any) -> bool:
 class _Stream:
     """A stream, or an event, that everything has passed already."""
 
-    device, cuda_stream = _CPU, 0
+    device, cuda_stream = torch.device("cpu"), 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -72,16 +78,19 @@ def _made(kind: Callable[[], Any]) -> Callable[..., Any]:
     return lambda *_, **__: kind()
 
 
-def pretend() -> None:
-    """Let this process take its CPU for a GPU, for good.
+def pretend(device: str = "cpu") -> None:
+    """Let this process take another device for a GPU, for good.
 
     Call it before megatron-core is imported.
+
+    Args:
+        device: the device, `cpu` or `meta`.
     """
     os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
     torch.set_num_threads(1)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=1, total_memory=8 << 30, name="cpu")
     answers: dict[str, Any] = {
-        "is_available": True, "is_bf16_supported": True, "current_device": "cpu", "device_count": 1,
+        "is_available": True, "is_bf16_supported": True, "current_device": device, "device_count": 1,
         "get_device_properties": properties, "get_device_capability": (9, 0), "get_device_name": "cpu",
         "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
         "memory_stats": {}, "mem_get_info": (1 << 30, 1 << 30), "is_current_stream_capturing": False,
@@ -102,4 +111,4 @@ def pretend() -> None:
         setattr(torch.cuda.random, name, calls[name])
     for name in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, name, _always(None))
-    _OnCpu().__enter__()  # type: ignore[no-untyped-call]
+    _Elsewhere(torch.device(device)).__enter__()  # type: ignore[no-untyped-call]
