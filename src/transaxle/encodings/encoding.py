@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -100,17 +101,11 @@ class Encoding:
         Raises:
             ValueError: if the tensor has fewer dims than the tile.
         """
-        leading = len(shape) - len(self.tile)
-        if leading < 0:
-            raise ValueError(f"a tensor of {len(shape)} dims has no tiles of {len(self.tile)}")
-        trailing = (
-            max(size, 1) if step == WHOLE else step for size, step in zip(shape[leading:], self.tile, strict=True)
-        )
-        return (1,) * leading + tuple(trailing)
+        return _tiles(self.tile, shape)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the number of tiles along each dim of a tensor of this shape."""
-        return tuple(-(-size // step) for size, step in zip(shape, self.tiles(shape), strict=True))
+        return _grid(self.tile, shape)
 
     def zero_tiles(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many elements along each dim share one stored number of zero points.
@@ -124,6 +119,22 @@ class Encoding:
     def zero_grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the number of stored numbers of zero points along each dim of a tensor of this shape."""
         return tuple(-(-size // step) for size, step in zip(shape, self.zero_tiles(shape), strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _tiles(tile: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tile size along every dim of a shape; layers and experts have the same shapes."""
+    leading = len(shape) - len(tile)
+    if leading < 0:
+        raise ValueError(f"a tensor of {len(shape)} dims has no tiles of {len(tile)}")
+    trailing = (max(size, 1) if step == WHOLE else step for size, step in zip(shape[leading:], tile, strict=True))
+    return (1,) * leading + tuple(trailing)
+
+
+@lru_cache(maxsize=4096)
+def _grid(tile: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of tiles along each dim of a shape."""
+    return tuple(-(-size // step) for size, step in zip(shape, _tiles(tile, shape), strict=True))
 
 
 FLOAT8 = Encoding("float8", "F8_E4M3", "F32", (WHOLE, WHOLE))

@@ -35,6 +35,8 @@ from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent, Shape
 from transaxle.formats.storage.copier import Bytes
 from transaxle.move.transfer import Scratch, Transfer, lower, produce
 
+_BUFFER = "\0"
+"""Character that only internal names of the buffers of encoded tensors have, such as scales; see `buffer_name`."""
 _NOWHERE = -1
 """An index that no chunk of a tensor has."""
 
@@ -531,11 +533,11 @@ class SimilarStamps:
 
     def transfers(self, target: Target) -> tuple[Transfer, ...] | None:
         """Return the transfers that fill a target; None if they are not cached."""
-        stamp = self._stamps.get(_key(target))
+        stamp = self._stamps.get(alike_key(target))
         if stamp is None or stamp.target.dtype != target.dtype or stamp.axes != tuple(target.index):
             return None
         chunks: list[Extent] = []
-        for name, form in zip(_names(target), stamp.forms, strict=True):
+        for name, form in zip(origin_names(target), stamp.forms, strict=True):
             extents = self._entries[name].extents
             if len(extents) != len(form):
                 return None
@@ -557,13 +559,13 @@ class SimilarStamps:
             target: a target that stored tensors fill completely.
             placed_transfers: the target's transfers.
         """
-        key = _key(target)
+        key = alike_key(target)
         if key is None:
             return
         first: dict[str, int] = {}
         chunks: list[Extent] = []
         forms: list[_Form] = []
-        for name in _names(target):
+        for name in origin_names(target):
             extents = self._entries[name].extents
             first[name] = len(chunks)
             chunks += extents
@@ -575,18 +577,36 @@ class SimilarStamps:
         self._stamps[key] = _SimilarStamp(target, tuple(target.index), forms, moves)
 
 
-def _key(target: Target) -> Hashable:
-    """Return the cache key that similar targets share; None if no target can be similar to the given target."""
+def alike_key(target: Target) -> Hashable:
+    """Return a key that targets share if they read the same regions of tensors that are alike, so that what is computed
+    for one of them is true of all, under the names of `origin_names`; None if no target is known to be like this one.
+
+    The key contains identities (`id`): it is valid as long as its target exists.
+    """
     index = target.index
     key: list[Hashable] = [id(target.layout)]
     for part in target.parts:
         origins = part.origins
-        if type(origins) is not AlikePart or (origins.common is not index and origins.common != index):
-            return None
-        key += (part.component, id(origins.tensors))
+        if type(origins) is AlikePart:
+            if origins.common is not index and origins.common != index:
+                return None
+            key += (part.component, id(origins.tensors))
+        elif index or not all(_BUFFER in origin.name for origin in origins):
+            return None  # most tensors outside of layers are like no other
+        else:
+            key.append(part.component)
+            key += [(id(origin.layout), origin.component, *origin.index.items()) for origin in origins]
     return tuple(key)
 
 
-def _names(target: Target) -> list[str]:
-    """Return the names of the stored tensors that a target reads, if it reads them from similar tensors."""
-    return [name for part in target.parts if isinstance(part.origins, AlikePart) for name in part.origins.names]
+def origin_names(target: Target) -> list[str]:
+    """Return the names of the stored tensors that a target reads, part by part; tensors of equal `alike_key` have as
+    many of them, in the same order.
+    """
+    return [
+        name
+        for part in target.parts
+        for name in (
+            part.origins.names if isinstance(part.origins, AlikePart) else [origin.name for origin in part.origins]
+        )
+    ]

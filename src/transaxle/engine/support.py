@@ -11,23 +11,22 @@ If a plan reads values, or if the config does not determine the files, there is 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from transaxle.axes.layout.bind import WEIGHT, bind, split_slot
-from transaxle.axes.layout.model_tensors import Model
+from transaxle.axes.layout.bind import WEIGHT, split_slot
+from transaxle.axes.layout.model_tensors import Model, TensorKind
 from transaxle.axes.notation.family import PLAIN, WORDS, Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
 from transaxle.axes.translation.unmatched import AHEAD_KEYS
-from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED
+from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, Convention
 from transaxle.encodings.conventions.packed_methods import PACKED_PARSERS
 from transaxle.encodings.conventions.quantization import Quantization, module_of, read
 from transaxle.encodings.encoding import CASTS, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.promised import find_lacks
 from transaxle.engine.checkpoint.recognise import pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG, Settings
 from transaxle.engine.plan.conversion import make_plan
@@ -51,6 +50,8 @@ _SHOWN = 3
 _FILE = "tensors"
 """Name of the file, of which no byte exists, in which all tensors of an implied checkpoint are."""
 _EXACT = "whether --restate changes no value is seen only in the files: a conversion refuses those that it would round"
+_Form = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a stored tensor."""
 _HUB_NAMES = frozenset({"hf", "transformers", "torchtitan_hf"})
 """Dialects whose checkpoints a config's quantization section describes; trainers' own checkpoints are not quantized."""
 _OPEN_FILES = "Give the checkpoint itself to plan (`transaxle plan SRC DST`, `tx.plan`), which opens its files."
@@ -190,23 +191,13 @@ def _imply(choices: Settings, family: Family, dialect: Dialect, form: str) -> _I
         sizes = sizes.with_solved(dict.fromkeys(assumed, _ANY_SIZE))
     forms = sorted({group.encoding.name for group in groups} & {*WORDS})
     model = Model(family, sizes, encoding=forms[0] if len(forms) == 1 else PLAIN)
-    shapes = dict(model.stored_shapes(dialect))
+    kinds = dict(model.kinds_by_name(dialect))
     model.check_decided(dialect)
     if model.undecided:
         notes.append(f"the config does not say whether the model has {', '.join(sorted(model.undecided))}: taken as no")
     if any(sizes.settings.get(key) for key in AHEAD_KEYS):
         notes.append("the layers that predict ahead, which the config promises, are taken as absent")
-    dtype = CASTS[config_dtype(config)]
-    buffers: dict[str, tuple[str, tuple[int, ...]]] = {}
-    encoded: set[str] = set()
-    components = _components(shapes, family, dialect, sizes) if quantization is not None else {}
-    for name, shape in shapes.items():
-        encoding = None if quantization is None else _encoding_of(quantization, name, shape, components.get(name, ()))
-        if quantization is None or encoding is None:
-            buffers[name] = dtype, shape
-        else:
-            encoded.add(name)
-            buffers |= _buffers(quantization, encoding, name, shape, dtype)
+    buffers, encoded = _buffers(kinds, quantization, CASTS[config_dtype(config)])
     files = _NoBytes()
     text = json.dumps(dict(config), default=str).encode()
     storage = VirtualFiles(files, {CONFIG: InMemoryFile(text)}, listed=(CONFIG,))
@@ -214,7 +205,7 @@ def _imply(choices: Settings, family: Family, dialect: Dialect, form: str) -> _I
     for name, (code, shape) in sorted(buffers.items(), key=lambda item: natural(item[0])):
         entries[name] = Entry(name, code, shape, (Extent((0,) * len(shape), shape, _FILE, end),))
         end += entries[name].nbytes
-    container = Container(form, files.path, storage, entries, {_FILE: end}, carried=(CONFIG,))
+    container = Container(form, files.path, storage, entries, {_FILE: end}, carried=(CONFIG,), implied=True)
     options = msgspec.structs.replace(choices, config=None, dialect=dialect.label)
     checkpoint = Checkpoint(container, options, None, None)
     if quantization is not None and (checkpoint.catalog.refusals or checkpoint.catalog.encoded.keys() != encoded):
@@ -239,48 +230,53 @@ def _axes_of_shapes(sizes: Sizes, dialect: Dialect) -> list[str]:
     return [axis for axis in unsized if tensors_by_axis.get(axis) is False and axis not in paddings]
 
 
-def _components(names: Iterable[str], family: Family, dialect: Dialect, sizes: Sizes) -> Mapping[str, Sequence[str]]:
-    """Return the logical tensors in each stored tensor of a dialect."""
-    lines = bind(tuple(names), family, dialect, sizes).names.items()
-    return {name: line.expression.components for (line, _), by_index in lines for name in by_index.values()}
-
-
-def _encoding_of(
-    quantization: Quantization, name: str, shape: Sequence[int], components: Sequence[str]
-) -> Encoding | None:
-    """Return the encoding of a tensor according to the config; None for a tensor that is stored plain.
-
-    A config names either modules, or the class of linear layers, which the table tells from others.
-    """
-    module = module_of(name)
-    encodings = quantization.encodings(module)
-    if not encodings or split_slot(name)[1] != WEIGHT or not is_linear(name, shape, components):
-        return None
-    return encodings[0]
-
-
 def _buffers(
+    kinds: Mapping[str, TensorKind], quantization: Quantization | None, dtype: str
+) -> tuple[dict[str, _Form], set[str]]:
+    """Return the dtype and shape of every stored tensor, and the names of the encoded ones without buffer suffixes.
+
+    Args:
+        kinds: name of a tensor in the tables -> its kind.
+        quantization: how the config describes weights; it names either modules, or the class of linear layers, which
+            the table tells from others. None if it describes none.
+        dtype: dtype of plain tensors.
+    """
+    forms: dict[str, _Form] = {}
+    encoded: set[str] = set()
+    linear: dict[int, bool] = {}
+    forms_of_kind: dict[tuple[int, Encoding], tuple[Convention, Mapping[Role, _Form]]] = {}
+    for name, kind in kinds.items():
+        shape, key = kind.layout.shape, id(kind)
+        if key not in linear:  # names of one kind differ only in numbers
+            components = kind.line.expression.components
+            linear[key] = split_slot(name)[1] == WEIGHT and is_linear(name, shape, components)
+        encodings = quantization.encodings(module_of(name)) if quantization and linear[key] else ()
+        if quantization is None or not encodings:
+            forms[name] = dtype, shape
+            continue
+        encoded.add(name)
+        of_kind = key, encodings[0]
+        if of_kind not in forms_of_kind:
+            forms_of_kind[of_kind] = _forms(quantization, encodings[0], name, shape, dtype)
+        convention, by_role = forms_of_kind[of_kind]
+        for role, stored in convention.buffers(name, encodings[0]).items():
+            if role in by_role:
+                forms[stored] = by_role[role]
+    return forms, encoded
+
+
+def _forms(
     quantization: Quantization, encoding: Encoding, name: str, shape: tuple[int, ...], dtype: str
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return stored name -> dtype and shape of each buffer of an encoded tensor."""
+) -> tuple[Convention, Mapping[Role, _Form]]:
+    """Return how an encoded tensor is stored: convention, and the dtype and shape of each buffer."""
     names = (PREFERRED[encoding.name], *quantization.conventions)
-    convention = next(
-        (
-            CONVENTIONS[each]
-            for each in names
-            if each in quantization.conventions and encoding.name in CONVENTIONS[each].holds
-        ),
-        None,
-    )
+    conventions = (CONVENTIONS[name] for name in names if name in quantization.conventions)
+    convention = next((each for each in conventions if encoding.name in each.holds), None)
     if convention is None:
         raise _refuse_undescribed(quantization)
-    spec = replace(encoding, scale=dtype) if encoding.is_integer else encoding
-    stored_names = convention.buffers(name, spec)
-    return {
-        stored: convention.presented(spec, shape, role)
-        for role, stored in stored_names.items()
-        if role is not Role.INPUT_SCALE
-    }
+    exact = replace(encoding, scale=dtype) if encoding.is_integer else encoding
+    roles = [role for role in convention.buffers(name, exact) if role is not Role.INPUT_SCALE]
+    return convention, {role: convention.presented(exact, shape, role) for role in roles}
 
 
 def _refuse_undescribed(quantization: Quantization) -> TransaxleError:
@@ -316,8 +312,7 @@ def answer(choices: Settings, places: tuple[str, str], view: Mapping[str, Any], 
         implied.check_answered()
         return Support(source, target, family_name, error.refusals, implied.notes, None)
     implied.check_answered()
-    lacks = {lack.text for lack in find_lacks(implied.checkpoint)}  # it has no files that could lack them
-    notes = (*implied.notes, *assumed, *(note for note in plan.notes if note not in lacks))
+    notes = (*implied.notes, *assumed, *plan.notes)
     return Support(source, f"{plan.format}:{plan.dialect}", family_name, plan.refusals, notes, plan)
 
 

@@ -317,6 +317,8 @@ class Container(msgspec.Struct, frozen=True):
     the user gave the checkpoint itself. The field `path` ends with it."""
     config_path: str = ""
     """Path of the config.json in a folder above the checkpoint that is used as the checkpoint's own; empty without."""
+    implied: bool = False
+    """Whether there are no files: the tensors are all that the config implies."""
     spreads: Mapping[str, Hashable] = msgspec.field(default_factory=dict)
     """Tensor name -> how ranks share it, in files of ranks; a parameter and its optimizer state are shared alike."""
 

@@ -179,7 +179,13 @@ class Model:
     def stored_shapes(
         self, dialect: Dialect, among: Mapping[str, Collection[Index]] | None = None
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name and shape of every tensor that the model has in a dialect, including one tensor per expert.
+        """Yield the name and shape of every tensor that the model has in a dialect; see `kinds_by_name`."""
+        return ((name, kind.layout.shape) for name, kind in self.kinds_by_name(dialect, among))
+
+    def kinds_by_name(
+        self, dialect: Dialect, among: Mapping[str, Collection[Index]] | None = None
+    ) -> Iterator[tuple[str, TensorKind]]:
+        """Yield the name and kind of every tensor that the model has in a dialect, including one tensor per expert.
 
         Args:
             dialect: a dialect of the family.
@@ -205,7 +211,7 @@ class Model:
                 for position in product(*spans):
                     numbers = [number for number in numbering.numbers(position) if number is not None]
                     if len(numbers) == len(numbering.counters):
-                        yield kind.line.name.format(tuple(numbers)), kind.layout.shape
+                        yield kind.line.name.format(tuple(numbers)), kind
 
     def check_decided(self, dialect: Dialect) -> None:
         """Refuse a config that does not determine whether the model has a certain matrix; vectors, which are small, are

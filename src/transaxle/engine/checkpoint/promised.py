@@ -99,16 +99,17 @@ class Lack(msgspec.Struct, frozen=True):
 def find_lacks(checkpoint: Checkpoint, *, required: bool = True) -> tuple[Lack, ...]:
     """Compare what a checkpoint's config promises with its tensors; only names and dtypes are read.
 
-    Nothing is promised to an adapter, to the file of one rank, and to a checkpoint without a config or a table.
+    Nothing is promised to an adapter, to the file of one rank, and to a checkpoint without a config or a table; what a
+    config implies lacks nothing.
 
     Args:
         checkpoint: the checkpoint, or a view of it.
         required: whether to look also for tensors without which a conversion into another dialect is refused.
     """
     names = checkpoint.stored_names
-    if not checkpoint.config or names.is_adapter or part_of_ranks(checkpoint.container.storage) is not None:
+    if checkpoint.container.implied or not checkpoint.config or names.is_adapter:
         return ()
-    if isinstance(names.reading_or_error, TransaxleError):
+    if part_of_ranks(checkpoint.container.storage) is not None or isinstance(names.reading_or_error, TransaxleError):
         return ()
     try:
         if _is_part_of_unknown(checkpoint):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import structs
 from msgspec.structs import replace
 
-from transaxle.axes.layout.relayout import Check, Shape, Target, identity_target
+from transaxle.axes.layout.relayout import Check, Origin, Shape, Target, TargetPart, identity_target
 from transaxle.axes.translation.translate import Translation
 from transaxle.encodings.conventions.buffer_group import SPEAKING, group
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, PREFERRED, TE_NOTE, Convention
@@ -38,7 +38,7 @@ from transaxle.encodings.conventions.scheme import UNKNOWN_KEY
 from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.conventions.torchao_convention import SwizzledTensor, find_swizzled
 from transaxle.encodings.encoding import WHOLE, EncodedTensor, Encoding, Role
-from transaxle.engine.source import Source, redescribe
+from transaxle.engine.source import Source, alike_key, origin_names, redescribe
 from transaxle.engine.views.stated_shapes import SHAPE_HINT, shape_entry
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import ITEM_BITS, Container, Entry, Extent
@@ -412,6 +412,8 @@ class _BufferFollower:
         self.encoded: dict[str, EncodedTensor] = {}
         self.checks: list[Check] = []
         self.names: dict[str, str] = {}
+        self.computed: dict[Hashable, tuple[Target, Sequence[Target]]] = {}
+        """Targets of scales by what they have in common with those of other layers and experts; see `alike_key`."""
 
     def run(self) -> View:
         for name, target in self.translation.targets.items():
@@ -510,29 +512,16 @@ class _BufferFollower:
             Refused: with code BLOCK_MISALIGNED, if a target tile needs two scales; with code DTYPE_MIXED, if a source
                 tensor lacks a buffer.
         """
-        # imported inside the function, because few checkpoints are encoded
-        from transaxle.axes.layout.tile import scales
-
         yield Role.CODES, target, ()
-        sources = {o.name: self.catalog.encoded[o.name] for part in target.parts for o in part.origins}
         for role in tensor.parts:
             if role is Role.CODES:
                 continue
             if role is Role.SHAPE:
-                yield role, *self._shape(target, tensor, sources.values())
+                names = dict.fromkeys(origin_names(target))
+                yield role, *self._shape(target, tensor, [self.catalog.encoded[name] for name in names])
                 continue
-            tiles = {name: tile_of(source.encoding, source.shape, role) for name, source in sources.items()}
-            tile = tile_of(tensor.encoding, target.shape, role)
-            dtype = self.catalog.container.entries[tensor.parts[role]].dtype
-            per_matrix = role not in (Role.SCALE, Role.ZERO) or set(tensor.encoding.tile) == {WHOLE}
-            split_parts = per_matrix and len(target.parts) > 1 and len(target.shape) > 2
-            targets = [structs.replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
-            relayouts = [
-                scales(relayout, tile, tiles, scale_name=partial(buffer_name, role=role), dtype=dtype)
-                for relayout in targets
-            ]
-            first, *other_targets = (relayout.target for relayout in relayouts)
-            other_targets = [*(check.second for relayout in relayouts for check in relayout.checks), *other_targets]
+            scales = self._scales(target, tensor, role)
+            first, *other_targets = scales
             yield (
                 role,
                 first,
@@ -541,6 +530,37 @@ class _BufferFollower:
                     for other_target in other_targets
                 ],
             )
+
+    def _scales(self, target: Target, tensor: EncodedTensor, role: Role) -> Sequence[Target]:
+        """Return the targets of the scales, or other numbers, with a role; the first is written, and the others must
+        equal it.
+        """
+        alike = alike_key(target)
+        if alike is None:
+            return self._compute_scales(target, tensor, role)
+        key = alike, role, self._kind(tensor.name)
+        if key in self.computed:
+            return _with_names(*self.computed[key], target, role)
+        computed = self._compute_scales(target, tensor, role)
+        self.computed[key] = target, computed
+        return computed
+
+    def _compute_scales(self, target: Target, tensor: EncodedTensor, role: Role) -> Sequence[Target]:
+        """Compute the targets of `_scales`."""
+        # imported inside the function, because few checkpoints are encoded
+        from transaxle.axes.layout.tile import scales
+
+        sources = [self.catalog.encoded[name] for name in origin_names(target)]
+        tiles = {source.name: tile_of(source.encoding, source.shape, role) for source in sources}
+        tile = tile_of(tensor.encoding, target.shape, role)
+        dtype = self.catalog.container.entries[tensor.parts[role]].dtype
+        per_matrix = role not in (Role.SCALE, Role.ZERO) or set(tensor.encoding.tile) == {WHOLE}
+        split_parts = per_matrix and len(target.parts) > 1 and len(target.shape) > 2
+        targets = [structs.replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
+        name_of = partial(buffer_name, role=role)
+        relayouts = [scales(relayout, tile, tiles, scale_name=name_of, dtype=dtype) for relayout in targets]
+        first, *further = (relayout.target for relayout in relayouts)
+        return (first, *(check.second for relayout in relayouts for check in relayout.checks), *further)
 
     def _shape(
         self, target: Target, tensor: EncodedTensor, sources: Iterable[EncodedTensor]
@@ -578,6 +598,38 @@ class _BufferFollower:
                 yield from inside
                 renamed = structs.replace(first, name=first_tensor.parts[role])
                 yield Check(renamed, second, check.why, check.hint)
+
+
+def _with_names(model: Target, scales: Sequence[Target], target: Target, role: Role) -> Sequence[Target]:
+    """Return the targets of the scales of a target that is alike to another one.
+
+    Args:
+        model: the other target.
+        scales: the targets of its scales.
+        target: the target.
+        role: role of the scales.
+    """
+    names = zip(origin_names(model), origin_names(target), strict=True)
+    stored = {buffer_name(old, role): buffer_name(new, role) for old, new in names}
+    return [
+        Target(
+            buffer_name(target.name, role),
+            each.dtype,
+            each.layout,
+            each.index,
+            tuple(
+                [
+                    TargetPart(
+                        part.component,
+                        tuple([Origin(stored[o.name], o.component, o.layout, o.index) for o in part.origins]),
+                    )
+                    for part in each.parts
+                ]
+            ),
+            target.rule,
+        )
+        for each in scales
+    ]
 
 
 def _describe_shared(target: Target, role: Role, first: Target, second: Target) -> str:
