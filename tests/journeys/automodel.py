@@ -23,7 +23,7 @@ _LENGTH, _WORDS = 12, 8
 @contextmanager
 def plain() -> Iterator[None]:
     """Without noise and without a CUDA device."""
-    with automodel_peer._undisturbed(), patch.object(torch._dynamo.config, "disable", new=True):
+    with automodel_peer.undisturbed(), patch.object(torch._dynamo.config, "disable", new=True):
         yield
 
 

@@ -80,7 +80,7 @@ def module(config: Config) -> Any:
 
 def models() -> set[str]:
     """Names of Automodel's own models."""
-    with _undisturbed():
+    with undisturbed():
         from nemo_automodel._transformers import registry
 
         return {name for _, name, *_ in registry.MODEL_ARCH_MAPPING.values()}
@@ -88,7 +88,7 @@ def models() -> set[str]:
 
 def own(config: Config) -> Any | None:
     """Automodel's own model for a config.json, of fp32 weights; None where it trains transformers'."""
-    with _undisturbed():
+    with undisturbed():
         from nemo_automodel._transformers import model_init, registry
 
         configured = _read(config, registry.resolve_custom_config_cls(config["model_type"]))
@@ -114,7 +114,7 @@ def held(config: Config, stored: Tensors, trained: Any) -> Tensors:
     `trained` is transformers' model of them, which Automodel trains where it has none of its own.
     """
     model = own(config)
-    with _undisturbed():
+    with undisturbed():
         from nemo_automodel.components.checkpoint.stateful_wrappers import ModelState
 
         if model is not None:
@@ -127,11 +127,33 @@ def held(config: Config, stored: Tensors, trained: Any) -> Tensors:
     return {name: value.detach() for name, value in state.items() if not name.endswith("_extra_state")}
 
 
+def load_from_hub(folder: Path) -> Tensors | None:
+    """What the adapter of Automodel's own model writes once Automodel has loaded a hub folder into it, in one process.
+
+    Parameters that get no tensor are NaN. None without a model of its own.
+    """
+    model = own(json.loads((folder / "config.json").read_text("utf-8")))
+    if model is None:
+        return None
+    adapter = getattr(model, "state_dict_adapter", None)
+    with undisturbed(), torch.no_grad():
+        from nemo_automodel.components.checkpoint.checkpointing import Checkpointer, CheckpointingConfig
+
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        Checkpointer(CheckpointingConfig(save_consolidated=False), 0, 0, 0).load_model(
+            model, str(folder), is_init_step=True
+        )
+        state = dict(model.state_dict())
+        written: Tensors = state if adapter is None else adapter.to_hf(state)
+    return written
+
+
 def missing(config: Config, stored: Tensors) -> Tensors:
     """HF tensors with random values, of what Automodel's own model has and these files have not."""
     model = own(config)
     assert model is not None
-    with _undisturbed():
+    with undisturbed():
         values = {name: torch.randn_like(value) for name, value in model.state_dict().items() if name != HEAD}
     more = to_hub(config, values)
     assert more is not None
@@ -144,7 +166,7 @@ def to_hub(config: Config, native: Tensors) -> Tensors | None:
     if adapter is None:
         return None
     adapter.mtp_expert_hf_layout = "split"
-    with _undisturbed():
+    with undisturbed():
         converted: Tensors = adapter.to_hf(dict(native))
     return {name.removeprefix(_WHOLE.get(config["model_type"], "")): value for name, value in converted.items()}
 
@@ -159,7 +181,7 @@ def _read(config: Config, kind: Any | None) -> Any:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Without noise, without a CUDA device, and with transformers' own config classes where Automodel puts others."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

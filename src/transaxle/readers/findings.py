@@ -99,7 +99,7 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
     lacks = find_lacks(checkpoint) or (_absent(checkpoint) if explains else ())
     absent = explains and any(lack.names for lack in lacks)
     if missing := sorted({*trace.get("missing", ())}.difference(each for each, _ in trace.get("failed") or ())):
-        fate = "it stops" if trace.get("stops") else "they stay at random values"
+        fate = trace.get("fate") or ("it stops" if trace.get("stops") else "they stay at random values")
         effect = f"{plural(len(missing), 'parameter')} of {name} get no tensor, and {fate}"
         yield Finding("missing", True, effect, _in_order(missing), "" if absent else form)
     if incomplete := trace.get("incomplete"):

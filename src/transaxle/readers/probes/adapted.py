@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 _HEAD = "lm_head.weight"
 
 
-def compare_files(model: Any, adapter: Any, files: dict[str, Any], tied: bool, result: dict[str, Any]) -> None:
+def compare_files(
+    model: Any,
+    adapter: Any,
+    files: dict[str, Any],
+    tied: bool,
+    result: dict[str, Any],
+    derived: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Compare the tensors of hub files with those for which the adapter asks, and what it makes of them with the model.
 
     Args:
@@ -17,9 +26,11 @@ def compare_files(model: Any, adapter: Any, files: dict[str, Any], tied: bool, r
         files: tensor name -> tensor on the meta device.
         tied: whether the config ties the head, so that a copy of it in the files is not needed.
         result: what the probe reports; gets `missing`, `unexpected`, `mismatched`, `ignored`.
+        derived: tensor name -> tensor that the trainer makes of others where the files lack it.
     """
     state = model.state_dict()
     hub_state = dict(state) if adapter is None else adapter.to_hf(dict(state))
+    files = {**{name: value for name, value in derived.items() if name in hub_state}, **files}
     compare_states(hub_state, files, result)
     without = getattr(adapter, "from_hf_map", {})
     skipped = {name for name in result["unexpected"] if without.get(re.sub(r"\d+", "{}", name), "") is None}

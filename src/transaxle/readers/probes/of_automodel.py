@@ -46,10 +46,22 @@ def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> 
     if model is None:
         return
     result["class"] = type(model).__name__
-    result["stops"] = True
     adapter = getattr(model, "state_dict_adapter", None)
+    result["stops"] = True
+    if adapter is not None and not getattr(adapter, "supports_low_memory_dcp_load", False):
+        result["fate"] = "it stops, or in a job of one process leaves them at random values"
     files = {name: headers.take(tensors, name) for tensors in request["files"].values() for name in tensors}
-    compare_files(model, adapter, files, tied, result)
+    compare_files(model, adapter, files, tied, result, _tied_head(model, files))
+
+
+def _tied_head(model: Any, files: dict[str, Any]) -> dict[str, Any]:
+    """Return the head that Automodel takes from the embedding if the files have none; empty if it does not."""
+    from nemo_automodel.components.checkpoint import utils
+
+    with_head = dict(files)
+    if materialize := getattr(utils, "materialize_missing_tied_lm_head", None):  # older versions have another way
+        materialize(with_head, model)
+    return {name: value for name, value in with_head.items() if name not in files}
 
 
 def _build(folder: str, stack: ExitStack, result: dict[str, Any]) -> tuple[Any, bool]:
