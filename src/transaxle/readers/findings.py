@@ -82,7 +82,7 @@ def refusals_of(path: str, findings: Iterable[Finding]) -> list[Refusal]:
 def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Iterator[Finding]:
     """Yield a finding for everything that the reader does otherwise than loading a tensor as it is."""
     name = reader.name
-    form = _remedy(checkpoint, reader)
+    form = _remedy(checkpoint, reader, has_model="class" in trace)
     if (error := trace.get("error")) and not trace.get("failed"):
         at = tuple(filter(None, (trace.get("stopped"),)))
         yield Finding("error", True, f"{name} stops with an error: {error}", at, form)
@@ -140,20 +140,41 @@ def _shape(sizes: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, sizes)) + "]"
 
 
-def _remedy(checkpoint: Checkpoint, reader: Reader) -> str:
-    """Return the conversion that gives the checkpoint the form for which the reader is made; empty if it has it."""
+def _remedy(checkpoint: Checkpoint, reader: Reader, has_model: bool) -> str:
+    """Return the conversion that gives the checkpoint the form for which the reader is made; empty if it has it.
+
+    Args:
+        checkpoint: the checkpoint.
+        reader: the reader.
+        has_model: whether names were compared with a model of the reader, which takes those of further dialects only if
+            they are the same.
+    """
     convert = f"transaxle convert {checkpoint.path} DST --to {reader.target or reader.dialect}"
     try:
         form = form_of(checkpoint)
+        takes_names = form.dialect.partition("@")[0] in (reader.dialect, *reader.further_dialects)
+        if takes_names and has_model and reader.further_dialects:
+            takes_names = _has_names_of(checkpoint, reader.dialect)
     except TransaxleError:
         return ""
-    if form.dialect.partition("@")[0] not in (reader.dialect, *reader.further_dialects):
+    if not takes_names:
         opening = checkpoint.reopening.options if checkpoint.reopening else {}
         options = "".join(f" --{key} {value}" for key in ("family", "dialect", "rules") if (value := opening.get(key)))
         return f"Its names are those of {form.dialect}; rename them:  {convert}{options}"
-    if form.encoding:
+    if form.encoding and not reader.loads_only_codes:
         return f"Decode the {form.encoding.replace('+', ' and ')} tensors:  {convert} --decode bf16"
     return ""
+
+
+def _has_names_of(checkpoint: Checkpoint, label: str) -> bool:
+    """Return whether the names of a dialect, for the sizes in the config, are those of the checkpoint's own dialect."""
+    family, reading = checkpoint.reading.family, checkpoint.reading
+    if (dialect := family.dialect(label)) is None:
+        return True
+    model = Model(family, checkpoint.sizes)
+    return {name for name, _ in model.stored_shapes(dialect)} == {
+        name for name, _ in model.stored_shapes(reading.dialect)
+    }
 
 
 def _absent(checkpoint: Checkpoint) -> tuple[Lack, ...]:

@@ -45,6 +45,8 @@ class Reader(msgspec.Struct, frozen=True):
     """Whether the probe loads small checkpoints with data; if not, only names, shapes and dtypes are compared."""
     opens_adapters: bool = False
     """Whether it opens adapters for a model instead of whole models."""
+    loads_only_codes: bool = False
+    """Whether it loads no checkpoints whose weights are all plain."""
     by_tables: bool = False
     """Whether the tables of names stand for the reader, besides what a probe finds."""
     runs: tuple[str, ...] = ()
@@ -76,15 +78,17 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("peft", "peft", HUB_FORMATS, probe="of_peft", compares_values=False, opens_adapters=True),
         Reader(
             "compressed-tensors", "compressed-tensors", ("safetensors",), probe="of_compressed_tensors",
-            along=("torch", "transformers"),
+            loads_only_codes=True, along=("torch", "transformers"),
         ),
         Reader(
             "torchtitan", "torchtitan", ("safetensors",), probe="of_torchtitan", takes=("dcp",), compares_values=False,
         ),
         Reader("automodel", "nemo-automodel", ("safetensors",), probe="of_automodel", compares_values=False),
         Reader(
-            "deepspeed", "", ("deepspeed", "deepspeed-universal"), dialect="transformers", compares_values=False,
-            by_tables=True, further_dialects=("hf", "stacked", "separate"), note=_NOT_RUN.format("DeepSpeed"),
+            "deepspeed", "deepspeed", ("deepspeed", "deepspeed-universal"), probe="of_deepspeed",
+            dialect="transformers", compares_values=False, by_tables=True, runs=("deepspeed", "deepspeed-universal"),
+            further_dialects=("hf", "stacked", "separate"), target="deepspeed-universal:transformers",
+            note=_NOT_RUN.format("DeepSpeed"), along=("transformers", "torch"),
         ),
         Reader(
             "megatron", "megatron-bridge", ("torch_dist", "megatron_torch"), probe="of_megatron",
