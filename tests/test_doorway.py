@@ -17,8 +17,8 @@ CORE = {
 }  # fmt: skip
 LIVE = {
     "AccelerateHooks", "LightningCheckpoints", "LoadPlanner", "LoadReport", "Random", "Refit", "RefitReport",
-    "ReshardReport", "SaveJob", "SavePlanner", "SaveReport", "TrainerCheckpoints", "as_runs", "async_save", "load",
-    "loadable_as", "nn", "parallel", "prepare_async", "quant", "refit", "reshard", "save", "sharding",
+    "ReshardReport", "SaveJob", "SavePlanner", "SaveReport", "TrainerCheckpoints", "as_runs", "async_save", "dcp",
+    "load", "loadable_as", "nn", "parallel", "prepare_async", "quant", "refit", "reshard", "save", "sharding",
     "state_dict_as",
 }  # fmt: skip
 

@@ -64,11 +64,11 @@ _ELSEWHERE = {
 }
 """Public name -> module that defines it, for result types, and for functions on live models, which import torch."""
 
-_ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
-"""Subpackages that contain public names, such as `tx.quant.MXFP8`; importing any of these subpackages imports torch."""
+_ROOMS = frozenset({"dcp", "nn", "parallel", "quant", "refit"})
+"""Modules that contain public names, such as `tx.quant.MXFP8`; importing any of them imports torch."""
 
 if TYPE_CHECKING:
-    from transaxle import nn, parallel, quant, refit
+    from transaxle import dcp, nn, parallel, quant, refit
     from transaxle.derivation.sources import Table, derive
     from transaxle.engine.carry import Report
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -172,6 +172,7 @@ __all__ = [
     "check_rules",
     "clean",
     "convert",
+    "dcp",
     "derive",
     "diff",
     "explain",

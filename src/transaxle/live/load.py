@@ -52,7 +52,7 @@ from transaxle.live.optimizers import AnyOptimizer
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
-from transaxle.move.workers import Item, limits
+from transaxle.move.workers import Item, Limits, limits
 from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
@@ -327,11 +327,16 @@ def _default_device() -> torch.device:
 
 def _movement(reads: PlannedReads, storage: Storage, filling: Filling, jobs: int | None, world: World) -> Movement:
     """Return the `Movement` that moves bytes from the source into this rank's tensors."""
-    limit = msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
     exchange = RankExchange(world) if world.size > 1 else None
-    return Movement(
-        reads.items, storage, LocalSink(filling.destinations, reads.names), limit, exchange, reads.elsewhere
-    )
+    sink = LocalSink(filling.destinations, reads.names)
+    return Movement(reads.items, storage, sink, reading_limits(jobs), exchange, reads.elsewhere)
+
+
+def reading_limits(jobs: int | None) -> Limits:
+    """Return the limits of a load, which reads through small gaps between byte runs; `jobs` is the argument of
+    `load`.
+    """
+    return msgspec.structs.replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
 
 
 def _report(

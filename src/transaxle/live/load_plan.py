@@ -566,12 +566,37 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
             otherwise with code AMBIGUOUS.
     """
     with world.together():
-        own_opening = without_commit(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
-    opened_by_rank = world.gather(own_opening)
-    first_path, first_identity, first_reading = opened_by_rank[0]
-    for rank, (path, identity, reading) in zip(world.ranks, opened_by_rank, strict=True):
+        own_opening = identify_opening(checkpoint)
+    compare_openings(world.gather(own_opening), world.ranks)
+
+
+Opening = tuple[str, str, dict[str, str]]
+"""Path of an open checkpoint, hash of its files, and option name -> hash of the option's value."""
+
+
+def identify_opening(checkpoint: Checkpoint) -> Opening:
+    """Return what must be equal on all ranks that have opened a checkpoint.
+
+    Raises:
+        StorageError: with code IO, if the manifest cannot be read.
+    """
+    return without_commit(checkpoint.path), _identity(checkpoint), _reading(checkpoint)
+
+
+def compare_openings(openings: Sequence[Opening], ranks: Sequence[int]) -> None:
+    """Check that ranks have opened the same checkpoint with the same options; `refuse_different` says what is the same.
+
+    Args:
+        openings: the opening of each rank.
+        ranks: numbers of the ranks.
+
+    Raises:
+        Refused: with code CORRUPT or AMBIGUOUS, if openings differ.
+    """
+    first_path, first_identity, first_reading = openings[0]
+    for rank, (path, identity, reading) in zip(ranks, openings, strict=True):
         if identity != first_identity:
-            message = f"ranks {world.ranks[0]} and {rank} opened different checkpoints"
+            message = f"ranks {ranks[0]} and {rank} opened different checkpoints"
             if path != first_path:
                 message = f"{message}: {first_path} and {path}"
                 raise refuse("AMBIGUOUS", message, hint="Give the same path on all ranks, or paths of equal copies.")
@@ -580,7 +605,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
         if reading != first_reading:
             names = sorted({*first_reading, *reading})
             name = next(name for name in names if reading.get(name) != first_reading.get(name))
-            message = f"{name}: rank {rank} reads the checkpoint with another value than rank {world.ranks[0]}"
+            message = f"{name}: rank {rank} reads the checkpoint with another value than rank {ranks[0]}"
             raise refuse("AMBIGUOUS", message, file=path, hint="Give the same arguments on all ranks.")
 
 

@@ -1,8 +1,9 @@
-"""The example of a checkpoint manager for torchtitan: resumed elsewhere, rotated, in folders and under URLs."""
+"""The examples for torchtitan: a checkpoint manager, which resumes elsewhere and rotates, and a reader of any files."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
+from tests.journeys import titan, titan_hub
+from tests.journeys.test_titan import store
 from tests.live.ranks import run
 from tests.live.topologies import full
 from tests.oracles.quiet import quiet
@@ -35,14 +38,13 @@ class _Progress:
         self.step = state["step"]
 
 
-def _example() -> Any:
+def _example(module: str = "titan_checkpoints", name: str = "TransaxleManager") -> Any:
     sys.path.insert(0, str(EXAMPLES))
     try:
         with quiet():
-            from titan_checkpoints import TransaxleManager  # type: ignore[import-not-found]
+            return getattr(import_module(module), name)
     finally:
         sys.path.remove(str(EXAMPLES))
-    return TransaxleManager
 
 
 def _trained(rank: int, world: int, folder: str, until: int) -> dict[str, torch.Tensor]:
@@ -131,3 +133,34 @@ def _begun(rank: int, world: int, folder: str) -> None:
 
 def test_a_run_of_torchtitan_begins_with_what_its_options_say(tmp_path: Path) -> None:
     run(1, _begun, str(tmp_path))
+
+
+def test_torchtitans_own_manager_begins_with_any_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the example of a reader: what torchtitan's adapter loads from hub files comes from any files."""
+    specification = titan.specification("qwen3 debugmodel_moe")
+    hub_folder = tmp_path / "hub"
+    store(titan_hub.config("qwen3", specification.model), hub_folder)
+    tx.convert(hub_folder, tmp_path / "megatron", to="torch_dist")
+    tx.convert(hub_folder, tmp_path / "zero", to="deepspeed-universal:transformers")
+    tx.convert(hub_folder, tmp_path / "half", to="hf", dtype="bf16")
+    loading: dict[str, Any] = {"initial_load_in_hf": True}
+    with titan.plain():
+        own = titan.Run(specification, tmp_path / "own", initial_load_path=str(hub_folder), **loading)
+        assert own.checkpoints.load()
+        monkeypatch.setattr(
+            "torchtitan.components.checkpoint.CheckpointManager", _example("titan_reader", "AnyCheckpoint")
+        )
+        runs = []
+        for name in ("megatron", "zero", "half"):
+            run = titan.Run(specification, tmp_path / name / "run", initial_load_path=str(tmp_path / name), **loading)
+            runs.append(run)
+            assert run.checkpoints.load()
+            for key, value in own.model.named_parameters():
+                expected = value.to(torch.bfloat16).to(value.dtype) if name == "half" else value
+                assert torch.equal(dict(run.model.named_parameters())[key], expected), (name, key)
+        runs[-1].save()
+        resumed = titan.Run(specification, tmp_path / "half" / "run")
+        assert resumed.checkpoints.load()
+        state = runs[-1].state()
+        assert resumed.state().keys() == state.keys()
+        assert all(torch.equal(value, state[key]) for key, value in resumed.state().items())

@@ -98,6 +98,15 @@ class World:
         self.numbers = {rank: number for number, (each, rank) in enumerate(members) if each == job}
         self.rank, self.ranks = group.rank(), tuple(range(self.size))
 
+    @classmethod
+    def alone(cls) -> World:
+        """Return the world of this process without the other ranks of its job."""
+        world = cls.__new__(cls)
+        world.group, world.live, world.size = None, False, 1
+        world.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        world.ranks = (world.rank,)
+        return world
+
     @property
     def device(self) -> torch.device:
         """Device on which the group's backend (NCCL, gloo) needs the tensors of a collective operation."""

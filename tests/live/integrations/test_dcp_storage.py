@@ -1,0 +1,227 @@
+"""`dcp.load` from any checkpoint and `dcp.save` into any, with torch's planners: sharded models against whole ones."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import transaxle as tx
+from tests.live import topologies
+from tests.live.ranks import run
+from tests.live.topologies import ALONE, FSDP, FSDP_TP, HSDP, MOE, TP, build, full
+from tests.oracles.hub import WEIGHTS
+
+Tensors = dict[str, torch.Tensor]
+OPTIMIZER, MODEL = "optimizer", "model"
+
+
+@pytest.fixture(scope="module")
+def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts as transformers saves it, in float32."""
+    return Path(topologies.source(tmp_path_factory.mktemp("dcp") / "hub", MOE))
+
+
+def _whole(folder: Path) -> Tensors:
+    """The model's tensors, in one process."""
+    model = topologies.build(MOE, ALONE, meta=False)
+    tx.load(model, folder)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _load(rank: int, world: int, how: str, source: str, truth: Tensors, options: dict[str, Any]) -> float:
+    """Load into a model that is divided, compare every tensor, and return bytes read per byte of this rank's shards."""
+    model = build(MOE, how, meta=False)
+    state = model.state_dict()
+    for tensor in state.values():
+        _local(tensor).detach().fill_(-1)
+    reader = tx.dcp.Reader(source, "transformers", **options)
+    with torch.no_grad():
+        if how == FSDP_TP:  # torch's planner asks for other rows of packed projections
+            with pytest.raises(CheckpointException, match="several runs of rows"):
+                load(dict(state), storage_reader=tx.dcp.Reader(source, "transformers", **options))
+        load(tx.as_runs(state) if how in (TP, FSDP_TP) else state, storage_reader=reader)
+    assert state.keys() == truth.keys()
+    for name, tensor in state.items():
+        assert torch.equal(full(tensor), truth[name]), name
+    return reader.bytes_read / sum(_local(tensor).nbytes for tensor in state.values())
+
+
+SOURCES = ("hf", "dcp:torchtitan", "dcp:automodel", "torch_dist", "deepspeed-universal:transformers", "torch:stacked")
+
+
+@pytest.mark.parametrize("target", SOURCES)
+def test_sharded_models_load_any_checkpoint(hub_folder: Path, tmp_path: Path, target: str) -> None:
+    tx.convert(hub_folder, tmp_path / "source", to=target)
+    truth = _whole(hub_folder)
+    for how, world in ((FSDP, 2), (FSDP_TP, 4)) if target in ("hf", "dcp:torchtitan") else ((FSDP, 2),):
+        assert max(run(world, _load, how, str(tmp_path / "source"), truth, {})) <= 1.05
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("target", SOURCES)
+@pytest.mark.parametrize(("how", "world"), [(FSDP, 1), (TP, 2), (HSDP, 4), (FSDP, 8), (FSDP_TP, 8)])
+def test_every_division_loads_any_checkpoint(
+    hub_folder: Path, tmp_path: Path, target: str, how: str, world: int
+) -> None:
+    tx.convert(hub_folder, tmp_path / "source", to=target)
+    assert max(run(world, _load, how, str(tmp_path / "source"), _whole(hub_folder), {})) <= 1.05
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_values_are_cast_and_decoded_only_on_request(hub_folder: Path, tmp_path: Path) -> None:
+    tx.convert(hub_folder, tmp_path / "half", to="hf", dtype="bf16")
+    state = build(MOE, ALONE, meta=False).state_dict()
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    with pytest.raises(CheckpointException) as caught:
+        load(state, storage_reader=tx.dcp.Reader(tmp_path / "half", "transformers"))
+    assert "DTYPE_MISMATCH" in str(caught.value)
+    assert 'dtype="fp32"' in str(caught.value)
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    load(state, storage_reader=tx.dcp.Reader(tmp_path / "half", "transformers", dtype="fp32"))
+    truth = _whole(hub_folder)
+    assert all(torch.equal(tensor, truth[name].bfloat16().float()) for name, tensor in state.items())
+    tx.convert(hub_folder, tmp_path / "codes", to="hf", encode="mxfp8", skip="*down_proj*")
+    load(state, storage_reader=tx.dcp.Reader(tmp_path / "codes", "transformers", decode="fp32"))
+    with tx.open(tmp_path / "codes", decode="fp32") as decoded:
+        for name, tensor in decoded.as_dialect("transformers").items():
+            assert state[name].numpy().tobytes() == tensor.tobytes()
+
+
+def _trained(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has made a step."""
+    optimizer = topologies.adamw(model)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, (number + 1) / 1000)
+    optimizer.step()
+    return optimizer
+
+
+def _save(rank: int, world: int, how: str, folder: str, to: str, kind: str) -> Tensors:
+    """Save a divided model and its optimizer by torch's function, and return all values in full."""
+    model = build(MOE, how, meta=False)
+    optimizer = _trained(model)
+    truth = topologies.gathered(model, optimizer)
+    writer = tx.dcp.Writer(to=to, model=MODEL, optimizer=OPTIMIZER, leave_out=["step"], config=MOE)
+    states = get_optimizer_state_dict(model, optimizer)
+    state = {MODEL: model.state_dict(), OPTIMIZER: states, "step": {"count": 7}}
+    if kind == "sync":
+        save(state, storage_writer=writer, checkpoint_id=folder)
+        assert writer.report is not None
+        assert writer.report.bytes_own <= 1.05 * sum(tensor.nbytes for tensor in truth.values())
+    else:
+        job = async_save(
+            state, storage_writer=writer, checkpoint_id=folder, async_checkpointer_type=AsyncCheckpointerType[kind]
+        )
+        assert isinstance(job, Future)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                _local(tensor).fill_(-9)  # what was staged is saved
+        job.result()
+    return truth
+
+
+def _resume(rank: int, world: int, how: str, folder: str, truth: Tensors) -> None:
+    """Load weights, optimizer state and its settings into another division."""
+    model = build(MOE, how, meta=False)
+    optimizer = _trained(model)
+    state = {MODEL: model.state_dict(), OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
+    for group in state[OPTIMIZER]["param_groups"]:
+        group["lr"] = -1.0
+    with torch.no_grad():
+        for tensors in (state[MODEL], *state[OPTIMIZER]["state"].values()):
+            for tensor in tensors.values():
+                _local(tensor).detach().fill_(-1)
+        reader = tx.dcp.Reader(folder, "transformers", model=MODEL, optimizer=OPTIMIZER)
+        asked = tx.as_runs(state)
+        load(asked, storage_reader=reader)
+    for name, tensor in state[MODEL].items():
+        assert torch.equal(full(tensor), truth[name]), name
+    for name, tensors in state[OPTIMIZER]["state"].items():
+        for slot, tensor in tensors.items():
+            assert torch.equal(full(tensor), truth[f"{name}/{slot}"]), (name, slot)
+    assert {group["lr"] for group in asked[OPTIMIZER]["param_groups"]} == {1e-3, 3e-3}
+
+
+@pytest.mark.parametrize("kind", ["sync", "THREAD", "PROCESS"])
+def test_a_training_state_is_saved_in_any_form_and_resumed_elsewhere(tmp_path: Path, kind: str) -> None:
+    to = {"sync": "dcp:torchtitan", "THREAD": "dcp:automodel", "PROCESS": "deepspeed-universal:transformers"}[kind]
+    folder = str(tmp_path / "out")
+    truth, *_ = run(2, _save, FSDP, folder, to, kind)
+    assert tx.verify(folder).ok
+    run(2 if kind == "sync" else 1, _resume, TP if kind == "sync" else ALONE, folder, truth)
+
+
+def _save_weights(rank: int, world: int, how: str, folder: str, kind: str) -> None:
+    model = build(MOE, how, meta=False)
+    tx.load(model, Path(folder).parent / "hub")
+    writer = tx.dcp.Writer(folder, to="hf", config=MOE)
+    if kind == "sync":
+        save(tx.as_runs(model.state_dict()), storage_writer=writer)
+    else:
+        job = async_save(
+            tx.as_runs(model.state_dict()), storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType[kind]
+        )
+        assert isinstance(job, Future)
+        job.result()
+
+
+@pytest.mark.parametrize("how", [FSDP, TP])
+def test_a_hub_folder_is_that_of_the_model(hub_folder: Path, how: str) -> None:
+    target = hub_folder.parent / how
+    run(2, _save_weights, how, str(target), "sync")
+    assert tx.diff(hub_folder, target).equal
+    assert (target / WEIGHTS).exists()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", ["sync", "THREAD", "PROCESS"])
+@pytest.mark.parametrize(("how", "world"), [(FSDP, 1), (HSDP, 4), (FSDP_TP, 4), (FSDP, 8), (TP, 4)])
+def test_every_division_saves_a_hub_folder(hub_folder: Path, tmp_path: Path, how: str, world: int, kind: str) -> None:
+    (tmp_path / "hub").symlink_to(hub_folder)
+    run(world, _save_weights, how, str(tmp_path / "out"), kind)
+    assert tx.diff(hub_folder, tmp_path / "out").equal
+
+
+def _foreign(rank: int, world: int, folder: str) -> list[str]:
+    """Save what the writer has no place for, and load what the reader does not have."""
+    mesh = init_device_mesh("cpu", (world,))
+    cut = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)], src_data_rank=None)
+    said = []
+    attempts: list[dict[str, Any]] = [
+        {"state": {"model": {"w": cut}, "extra": {"n": 3}}, "model": "model"},
+        {"state": {"w": cut, "optim": {"state": {"w": {"exp_avg": cut}}}}},
+        {"state": {"w": cut, "odd": Path()}},
+    ]
+    for attempt in attempts:
+        state = attempt.pop("state")
+        writer = tx.dcp.Writer(folder, to="dcp:identity", **attempt)
+        try:
+            save(state, storage_writer=writer)
+        except CheckpointException as error:
+            said.append(str(error))
+        assert not Path(folder).exists()
+    return said
+
+
+def test_entries_without_a_place_are_refused(tmp_path: Path) -> None:
+    for said in run(2, _foreign, str(tmp_path / "out")):
+        assert [code for text in said for code in ("UNEXPECTED_TENSOR", "UNSUPPORTED") if code in text] == [
+            "UNEXPECTED_TENSOR", "UNEXPECTED_TENSOR", "UNSUPPORTED",
+        ]  # fmt: skip
+        assert 'leave_out=["extra"]' in said[0]
+        assert 'optimizer="optim"' in said[1]
