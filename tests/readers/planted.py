@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import transaxle as tx
+from tests.engine.packed import Made
 from tests.oracles.quantized_peers import compressed
 from tests.oracles.quiet import quiet
 
@@ -144,6 +145,17 @@ def _with_drafts(folder: Path) -> None:
     retensor(folder, lambda values: values.update(more))
     depth = {"num_hidden_layers": DEPTH, "num_nextn_predict_layers": 1}
     reconfigure(folder, lambda config: config.update(depth))
+
+
+def make_packed(form: Callable[..., Made], folder: Path, **options: Any) -> None:
+    """A Llama whose projections are packed as GPTQ or AWQ packs them."""
+    make({**LLAMA, "hidden_size": 2 * WIDTH, "intermediate_size": 4 * WIDTH, "head_dim": 32}, folder)
+    values = {name: value.half() for name, value in load_file(folder / WEIGHTS).items()}
+    for seed, name in enumerate([name for name in values if name.endswith("_proj.weight")]):
+        packed = form(*values.pop(name).shape, 32, seed=seed, **options)
+        values |= {f"{name.removesuffix('weight')}{part}": value for part, value in packed.tensors.items()}
+    store(folder, values)
+    reconfigure(folder, lambda config: config.update(quantization_config=packed.section, dtype="float16"))
 
 
 def two_files(folder: Path) -> None:

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import transaxle as tx
+from tests.engine.packed import Made, awq, gptq
 from tests.oracles.quiet import quiet
-from tests.readers.planted import FAULTS, config_of, with_key
+from tests.readers.planted import FAULTS, config_of, make_packed, with_key
 from transaxle.cli import main
 from transaxle.readers.reader import READERS
 from transaxle.verbs import Unverified
@@ -165,6 +166,17 @@ def test_plain_modules_under_other_names_get_no_scale_where_codes_have_kernels(t
         assert info["missing_keys"] == lost
         assert (model.get_submodule(down).weight.dtype == torch.float8_e4m3fn) is bool(lost)
         assert {*kinds(tx.check(folder, "transformers")).get("missing", ())} == lost
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("form", [gptq, awq])
+def test_codes_for_which_transformers_needs_other_programs(form: Callable[..., Made], tmp_path: Path) -> None:
+    make_packed(form, tmp_path / "hub")
+    with pytest.raises(ImportError) as error:
+        loaded(tmp_path / "hub")
+    assert str(error.value) in str(tx.check(tmp_path / "hub", "transformers"))
+    tx.convert(tmp_path / "hub", tmp_path / "plain", to="hf", decode="fp16", sync=False)
+    assert tx.check(tmp_path / "plain", "transformers")
 
 
 def test_unknown_readers_and_formats(hub: Path, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_it_is_right_about_what_transformers_saves(model_type: str, tmp_path: Pa
         loads = loads_again(model, tmp_path / "saved")
     verdict = tx.check(tmp_path / "saved", "transformers")
     assert verdict.ok == loads, str(verdict)
+    absent = [finding.effect for finding in verdict.findings if finding.kind == "absent" and loads]
+    assert all("no layer that predicts ahead is stored" in effect for effect in absent), absent
 
 
 AUTOMODEL = (

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import transaxle as tx
+from tests.engine.packed import Made, awq, gptq
 from tests.oracles.vllm_peer.models import MODELS
 from tests.readers import planted
 from tests.readers.conftest import served
@@ -142,6 +143,29 @@ def test_codes_and_scales_that_vllm_loads(encoding: str, tmp_path: Path, check: 
     scale = next(name for name in load_file(tmp_path / encoding / planted.WEIGHTS) if "_scale" in name)
     planted.retensor(tmp_path / encoding, lambda tensors: tensors.pop(scale))
     assert wrong(check(tmp_path / encoding)).keys() >= {"missing"}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("form", "options"), [
+    (gptq, {"sym": True}), (gptq, {"sym": True, "first": False}), (gptq, {"sym": True, "bits": 8}), (awq, {}),
+], ids=["gptq", "gptq_v2", "gptq of 8 bits", "awq"])  # fmt: skip
+def test_codes_of_gptq_and_awq(
+    form: Callable[..., Made], options: dict[str, Any], tmp_path: Path, check: Check
+) -> None:
+    """vLLM has no kernel for codes of 8 bits on a CPU, so that only the others are loaded in full."""
+    planted.make_packed(form, tmp_path / "hub", **options)
+    verdict = check(tmp_path / "hub")
+    assert verdict, verdict
+    assert {name.rpartition(".")[2] for finding in verdict.findings for name in finding.names} <= {"g_idx"}
+    lost = "model.layers.0.mlp.down_proj.scales"
+    shutil.copytree(tmp_path / "hub", tmp_path / "lost")
+    planted.retensor(tmp_path / "lost", lambda tensors: tensors.pop(lost))
+    assert lost in wrong(check(tmp_path / "lost"))["missing"]
+    if options.get("bits") != 8:
+        right, spoilt = run_vllm([tmp_path / "hub", tmp_path / "lost"])
+        assert not right.error
+        assert not spoilt.error
+        assert [name for name, value in spoilt.values.items() if value.isnan().any()] == [lost]
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ that it raised. With `--drafting` the model is that of the layers that predict f
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -27,7 +28,9 @@ def main(target: Path, folders: list[str], *, drafting: bool) -> None:
     start_groups()
     for number, folder in enumerate(folders):
         try:
-            model = load_model(Path(folder), 0, 1, experts=False, dtype="float32", drafting=drafting)
+            config = json.loads(Path(folder, "config.json").read_text("utf-8"))
+            dtype = "bfloat16" if "quantization_config" in config else "float32"  # layers with codes take no others
+            model = load_model(Path(folder), 0, 1, experts=False, dtype=dtype, drafting=drafting)
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises is its answer
             (target / f"{number}.txt").write_text(f"{type(error).__name__}: {error}", "utf-8")
             continue

@@ -86,6 +86,8 @@ def _add_stand_ins() -> None:
 def _build_on_a_cpu() -> None:
     """Let vLLM build models of whose kernels a CPU has none: loading does not run them."""
     from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+    from vllm.platforms import PlatformEnum
     from vllm.platforms.cpu import CpuPlatform
 
     for name in ("Event", "Stream"):
@@ -97,6 +99,7 @@ def _build_on_a_cpu() -> None:
 
     CpuPlatform.get_attn_backend_cls = classmethod(dense)
     config.current_platform = _Platform(config.current_platform, config.current_platform._enum)
+    marlin_utils.current_platform = _Gpu(marlin_utils.current_platform, PlatformEnum.CUDA)
     _take_any_kernel()
 
 
@@ -149,16 +152,23 @@ def _relaxed(choose: Callable[..., Any], module: Any, platform: Any) -> Callable
         except (NotImplementedError, ValueError):
             pass
         here, checks = module.current_platform, dict[Any, Any]()
-        for kernel in {each for each in vars(module).values() if isinstance(each, type)}:
+        kernels = {each for each in vars(module).values() if isinstance(each, type)}
+        for kernel in kernels:
             if "is_supported" in vars(kernel):
                 checks[kernel] = vars(kernel)["is_supported"]
+        places = {kernel.__module__ for kernel in kernels if kernel.__module__.startswith(module.__name__)}
+        homes: list[Any] = [sys.modules[place] for place in places - {module.__name__}]
+        homes = [home for home in homes if vars(home).get("current_platform") is here]
         for kernel in checks:
             kernel.is_supported = classmethod(lambda *_arguments, **_options: (True, None))
         module.current_platform = _Platform(here, platform)
+        for home in homes:
+            home.current_platform = _Gpu(here, platform)
         try:
             return choose(*arguments, **options)
         finally:
-            module.current_platform = here
+            for home in (module, *homes):
+                home.current_platform = here
             for kernel, check in checks.items():
                 kernel.is_supported = check
 
@@ -176,6 +186,21 @@ class _Platform:
 
     def is_cuda_alike(self) -> bool:
         return True
+
+
+class _Gpu(_Platform):
+    """A CPU that also has the numbers of a GPU on which codes of every width have kernels."""
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def get_device_capability(self, *_: Any) -> Any:
+        from vllm.platforms.interface import DeviceCapability
+
+        return DeviceCapability(9, 0)
 
 
 def _densely(value: Any) -> Any:
