@@ -22,7 +22,7 @@ from tests.readers.real_readers import ROOT, SECONDS, VLLM, needs_vllm, run_vllm
 
 pytestmark = [*needs_vllm, pytest.mark.filterwarnings("ignore")]
 
-Check = Callable[[Path], tx.Check]
+Check = Callable[..., tx.Check]
 EXPECTED = {
     "cohere_asr": "error",  # torchaudio is not installed in this environment
     "hunyuan_vl": "error",  # its processor is read from files that these folders lack
@@ -42,7 +42,7 @@ W13 = "model.layers.1.mlp.experts.routed_experts.w13_weight"
 def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Check]:
     """Return a function that checks a folder for vLLM, which starts once for all of them."""
     with served(VLLM, "of_vllm", tmp_path_factory.mktemp("vllm")):
-        yield lambda folder: tx.check(folder, "vllm", python=VLLM)
+        yield lambda folder, **opening: tx.check(folder, "vllm", python=VLLM, **opening)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,25 @@ def test_an_architecture_that_vllm_lacks(spoilt: Callable[..., Path], check: Che
     verdict = check(spoilt(architectures=["Qwen9ForCausalLM"], model_type="qwen9"))
     assert not verdict
     assert "qwen9" in str(verdict)
+
+
+def test_values_of_names_of_another_dialect(tmp_path: Path, check: Check) -> None:
+    """Names in the rules say that up comes before gate; vLLM takes the halves as they come."""
+    fault = planted.FAULTS["swapped halves of gate and up"]
+    right, swapped, mended = tmp_path / "right", tmp_path / "swapped", tmp_path / "mended"
+    (tmp_path / planted.RULES).write_text(planted.UP_FIRST)
+    fault.build(right)
+    shutil.copytree(right, swapped)
+    fault.spoil(swapped)
+    verdict = check(swapped, rules=tmp_path / planted.RULES, **fault.opening)
+    (names,) = wrong(verdict).values()
+    assert {name.split(".", 3)[3] for name in names} == {"mlp.gate_up_proj.weight"}
+    fault.mend(swapped, right, mended)
+    assert check(mended).ok
+    values = run_vllm([right, swapped, mended])
+    assert values[0].equals(values[2])
+    swapped_in = {name for name, value in values[0].values.items() if not value.equal(values[1].values[name])}
+    assert swapped_in == {name for name in names if name in values[0].values}  # the small model has more layers
 
 
 @pytest.mark.parametrize("encoding", ["float8_block", "mxfp8", "nvfp4", "int4"])

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from compared import compare_values
 from headers import Headers, explain, run
 from skipped import Skip, watch_skip
 from written import Written
@@ -56,8 +57,8 @@ def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> 
     result["config"], result["defaults"] = _config_values(model_config.hf_config)
     _Load(config, model_config, headers, result).run()
     result["twice"] = sorted(name for name, count in headers.taken.items() if count > 1)
-    if request.get("twins"):
-        result["values"] = {"error": "vLLM is run on names, shapes and dtypes alone", "plain": True}
+    if request.get("twins") and not (result.get("error") or result.get("unbuilt")):
+        result["values"] = _compare_twins(request["twins"], request["form"]["encoding"])
     if _promises_drafts(request["folder"]) and not result.get("error"):
         _trace_drafts(request["folder"], model_config, headers, result)
 
@@ -513,6 +514,43 @@ def _trace_drafts(folder: str, model_config: Any, headers: Headers, result: dict
     except Exception as error:  # noqa: BLE001 - a model without such layers in this vLLM
         drafts["error"] = _explain(error)
     result["drafts"] = {key: drafts[key] for key in ("missing", "incomplete", "unbuilt", "error") if drafts.get(key)}
+
+
+def _compare_twins(twins: list[tuple[str, str]], encoding: str) -> dict[str, Any]:
+    """Load the first pair of small checkpoints that vLLM can load, and compare the parameters of the two models."""
+    values: dict[str, Any] = {"error": "vLLM keeps codes, so that only names and shapes are compared", "plain": True}
+    for plain_folder, stored_folder in [] if encoding else twins:
+        try:
+            plain = _load_values(plain_folder)
+        except Exception as error:  # noqa: BLE001 - the next pair has other sizes
+            values = {"error": _explain(error), "plain": True}
+            continue
+        try:
+            stored = _load_values(stored_folder)
+        except Exception as error:  # noqa: BLE001 - the reader's answer
+            return {"error": _explain(error), "plain": False}
+        filled = {name: value for name, value in plain.items() if not value.isnan().any()}
+        values = compare_values(filled, stored)
+        break
+    return values
+
+
+def _load_values(folder: str) -> dict[str, torch.Tensor]:
+    """Return the parameters of a small model, with NaN for elements that nothing fills."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = _config(folder, "float32")
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        model = initialize_model(config)
+        parameters = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+        for value in parameters.values():
+            value.data.fill_(torch.nan)
+        loader = DefaultModelLoader(config.load_config)
+        model.load_weights(loader.get_all_weights(config.model_config, model))
+    return {name: value.detach() for name, value in parameters.items()}
 
 
 _LONGEST = 300
