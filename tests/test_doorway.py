@@ -18,7 +18,8 @@ CORE = {
 LIVE = {
     "AccelerateHooks", "LightningCheckpoints", "LoadPlanner", "LoadReport", "Random", "Refit", "RefitReport",
     "ReshardReport", "SaveJob", "SavePlanner", "SaveReport", "TrainerCheckpoints", "as_runs", "async_save", "dcp",
-    "load", "loadable_as", "nn", "parallel", "prepare_async", "quant", "refit", "reshard", "save", "sharding",
+    "from_pretrained", "load", "loadable_as", "nn", "parallel", "prepare_async", "quant", "refit",
+    "reshard", "save", "save_pretrained", "sharding",
     "state_dict_as",
 }  # fmt: skip
 

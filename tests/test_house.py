@@ -87,6 +87,7 @@ LAZY_EXTRAS = {
     "engine/distribute/executors.py": frozenset({"ray"}),
     "engine/checkpoint/stored_tensor.py": frozenset({"torch"}),
     "formats/store/hub.py": frozenset({"httpx", "huggingface_hub"}),
+    "live/integrations/pretrained.py": frozenset({"transformers"}),
     "refit/vllm_refit.py": frozenset({"httpx"}),
     "formats/store/service.py": frozenset({"aiohttp", "s3fs"}),
     "quant/quantized_modules.py": frozenset({"torchao"}),

@@ -53,12 +53,14 @@ _ELSEWHERE = {
     "clean": "formats.store.leftovers",
     "derive": "derivation.sources",
     "explain": "engine.explanations",
+    "from_pretrained": "live.integrations.pretrained",
     "load": "live.load",
     "loadable_as": "live.state_dict_adapter",
     "prepare_async": "live.asynchronous",
     "report": "reports.reporting",
     "reshard": "live.reshard",
     "save": "live.save",
+    "save_pretrained": "live.integrations.pretrained",
     "sharding": "live.reshard",
     "state_dict_as": "live.state_dict_adapter",
 }
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
     from transaxle.live.integrations.hugging_face import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.lightning_io import LightningCheckpoints
+    from transaxle.live.integrations.pretrained import from_pretrained, save_pretrained
     from transaxle.live.load import load
     from transaxle.live.model.destination import LoadReport, SaveReport
     from transaxle.live.reshard import ReshardReport, reshard, sharding
@@ -176,6 +179,7 @@ __all__ = [
     "derive",
     "diff",
     "explain",
+    "from_pretrained",
     "info",
     "load",
     "loadable_as",
@@ -189,6 +193,7 @@ __all__ = [
     "report",
     "reshard",
     "save",
+    "save_pretrained",
     "sharding",
     "state_dict_as",
     "supports",

@@ -509,7 +509,7 @@ _LARGEST_MANIFEST = 1 << 30
 
 @contextmanager
 def open_source(
-    src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool, strict: bool
+    src: CheckpointLike, world: World, reading: Mapping[str, Any], *, with_state: bool = False, strict: bool = True
 ) -> Iterator[Checkpoint]:
     """Yield the source as an open checkpoint; close it afterwards, unless the caller opened it. All ranks must call
     this function.

@@ -73,7 +73,7 @@ from transaxle.live.transport.world import Clock, World, comparable, is_loss
 from transaxle.move.journal import FinishedTensor, HashingFiles, digest, digest_in
 from transaxle.move.mover import Movement
 from transaxle.move.workers import DisjointSets, Item, Load, is_long, limits
-from transaxle.options import SHARD_SIZE
+from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors import Ranks, local_parts
 
 if TYPE_CHECKING:
@@ -530,30 +530,28 @@ def check_savable(
         TransaxleError: raised on every rank, if `save` would raise it.
     """
     world = World(group)
-    settings_of = partial(
-        read_settings, dst, to, optimizer=False, family=family, dialect=dialect, config=config, axes=axes, rules=rules,
-        shard_size=shard_size, overwrite=False, sync=sync, check_copies=check_copies, verify=verify,
-    )  # fmt: skip
-    settings, collected = collect(settings_of, state, None, None, world)
+    options = select(locals(), SAVING)
+    settings, collected = collect(partial(read_settings, dst, to, **options), state, None, None, world)
     with world.together():
         require_ready(_plan_files(settings, collected, world.rank))
 
 
+@suggests
 def read_settings(
     dst: PathLike,
     to: str,
     *,
-    optimizer: bool,
-    family: str | None,
-    dialect: str | None,
-    config: Config | None,
-    axes: Axes | None,
-    rules: PathLike | None,
-    shard_size: Size,
-    overwrite: Overwrite,
-    sync: bool,
-    check_copies: bool,
-    verify: bool,
+    optimizer: bool = False,
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    shard_size: Size = SHARD_SIZE,
+    overwrite: Overwrite = False,
+    sync: bool = True,
+    check_copies: bool = True,
+    verify: bool = False,
     tp: int | None = None,
     ep: int | None = None,
 ) -> SaveSettings:
@@ -589,7 +587,7 @@ def check_options(to: str, options: Mapping[str, Any]) -> None:
         TypeError: if an argument has the wrong type.
         TransaxleError: if the format, family or dialect is unknown, or the config cannot be read.
     """
-    settings = read_settings("", to, optimizer=False, overwrite=False, **options)
+    settings = read_settings("", to, **options)
     families = reading_settings(rules=settings.rules, axes=settings.axes).families
     labels = [each for each in (parse_to(settings.to)[1], settings.dialect) if each and each != IDENTITY]
     if settings.family is not None:

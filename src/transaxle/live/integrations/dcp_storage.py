@@ -21,7 +21,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from typing import Any, TypeVar
 
 import msgspec
@@ -66,7 +65,7 @@ from transaxle.live.model.destination import (
     check_filled,
     decode_hint,
 )
-from transaxle.live.save import SAVING, collect, read_settings, save, write_checkpoint
+from transaxle.live.save import collect, read_settings, write_checkpoint
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
@@ -75,8 +74,6 @@ from transaxle.torch_tensors import Positions, Ranks, ShardGrid, cells_of, code_
 _Result = TypeVar("_Result")
 _STATE = "state"
 """Key of the tensors in a state dict of an optimizer, as torch's `get_optimizer_state_dict` returns it."""
-_SAVING = (*SAVING, "tp", "ep")
-"""Names of the options of `save` that a `Writer` takes."""
 _OF_OPTIMIZER = re.compile(rf"(?:.*\.)?optim(?:izer)?\.(?:{_STATE}|{GROUPS})(?:\..*)?")
 """Pattern of the names that an optimizer's entries have in most programs."""
 _LENIENT: Mapping[str, Any] = {"optimizer": True, "lenient": True}
@@ -339,11 +336,8 @@ class Writer(StorageWriter):
         self._dst = None if dst is None else read_path("dst", dst)
         self._model, self._optimizer = model, optimizer
         self._leave_out = tuple(leave_out)
-        accepted = {name: each.default for name, each in signature(save).parameters.items() if name in _SAVING}
-        for argument in saving.keys() - accepted.keys():
-            raise TypeError(f"Writer() got an unexpected keyword argument {argument!r}")
         self._settings = read_settings(
-            self._dst or "", to, optimizer=optimizer is not None, overwrite=overwrite, **{**accepted, **saving}
+            self._dst or "", to, optimizer=optimizer is not None, overwrite=overwrite, **saving
         )
         if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = dist.new_group(backend="gloo")

@@ -1,0 +1,216 @@
+"""Models of transformers from any checkpoint, and complete folders for a hub from any model.
+
+    model = tx.from_pretrained(AutoModelForCausalLM, "megatron/iter_0000500", config="Qwen3-30B-A3B/config.json")
+    tx.save_pretrained(model, "out", tokenizer=tokenizer)
+
+The model is built without memory, divided, and then filled: each rank reads its own bytes. transformers itself opens
+only files of its own, and leaves what they lack at random values.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from transaxle.arguments import Config, DType, Overwrite, PathLike, wrong_type
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
+from transaxle.engine.checkpoint.settings import CONFIG, model_config
+from transaxle.errors import refuse
+from transaxle.live.load import load
+from transaxle.live.load_plan import open_source
+from transaxle.live.model.destination import SaveReport
+from transaxle.live.save import collect, read_settings, write_checkpoint
+from transaxle.live.transport.world import Clock, World
+from transaxle.torch_tensors import Device, Ranks, innermost, read_dtype
+
+GENERATION = "generation_config.json"
+_QUANTIZATION = "quantization_config"
+
+
+def from_pretrained(
+    model_class: Any,
+    src: CheckpointLike,
+    *,
+    config: Config | None = None,
+    dtype: DType | torch.dtype | None = None,
+    tp_plan: Mapping[str, str] | str | None = None,
+    device_mesh: DeviceMesh | None = None,
+    parallelize: Callable[[Any], object] | None = None,
+    device: Device | None = None,
+    **opening: Any,
+) -> Any:
+    """Return a model of transformers with the weights of any checkpoint, ready to compute; all ranks must call this.
+
+    Every parameter is filled from the checkpoint, and every tensor of the checkpoint has a parameter, or nothing is
+    returned.
+
+    Args:
+        model_class: a class of models, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
+        src: path or URL of a checkpoint of any format and dialect, or an open checkpoint.
+        config: the model's config: a path, a mapping or an object with `to_dict()`; None means the checkpoint's.
+        dtype: dtype of the model's parameters, to which stored values are cast; None means that of decoded tensors, of
+            the config, or of most stored tensors.
+        tp_plan: tensor parallelism as transformers does it: `auto`, or pattern of a module -> style.
+        device_mesh: mesh of one dim with all ranks, for `tp_plan`, which is `auto` if it is None.
+        parallelize: function that divides the model before it has memory, such as calls of `fully_shard`.
+        device: device of parameters that `parallelize` does not place; None means the current GPU, or the CPU.
+        **opening: options of `open`, such as `decode` and `graft`; not with an open checkpoint.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank: if there is no config, if tensors are quantized and not decoded, or if
+            the checkpoint does not fill the model.
+    """
+    world = World()
+    own_config = model_config(config)
+    opening = {**opening, "config": own_config} if own_config is not None else opening
+    with open_source(src, world, opening) as checkpoint:
+        with world.together():
+            settings = own_config if own_config is not None else checkpoint.config
+            if not settings.get("model_type"):
+                message = "the checkpoint has no config that names the type of the model"
+                raise refuse("UNKNOWN_FAMILY", message, file=checkpoint.path, hint="Give config=, such as config.json.")
+            if checkpoint.encoded:
+                message = f"{len(checkpoint.encoded):,} of its tensors are quantized"
+                raise refuse("UNSUPPORTED", message, file=checkpoint.path, hint='Decode them: decode="bf16".')
+            model = _build(model_class, settings, read_dtype("dtype", _dtype_of(checkpoint, settings, dtype)))
+        if tp_plan is not None or device_mesh is not None:
+            _apply_plan(model, tp_plan, device_mesh, world)
+        if parallelize is not None:
+            parallelize(model)
+        kind = str(next(model.parameters()).dtype).removeprefix("torch.")
+        load(model, checkpoint, device=device, dtype=_SHORT.get(kind))
+        generation = checkpoint.container.storage
+        if GENERATION in checkpoint.container.carried and hasattr(model, "generation_config"):
+            _set_generation(model, generation.read(GENERATION, 0, generation.size(GENERATION)))
+    return model.eval()
+
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""torch's name of a dtype -> its short name."""
+_CODES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+"""safetensors code of a dtype -> its short name."""
+
+
+def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any], dtype: DType | torch.dtype | None) -> Any:
+    """Return the dtype of the model's parameters, in any spelling."""
+    names = [name for name in checkpoint.decoded if name in checkpoint] or [*checkpoint]
+    stated = dtype or (settings.get("dtype") or settings.get("torch_dtype") if not checkpoint.decoded else None)
+    if stated is not None:
+        return stated
+    elements: dict[str, int] = {}
+    for tensor in map(checkpoint.__getitem__, names):
+        if tensor.dtype in _CODES:
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.nbytes
+    return _CODES[max(elements, key=lambda code: elements[code])] if elements else "fp32"
+
+
+def _build(model_class: Any, settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Return a model on the meta device."""
+    from transformers import AutoConfig
+
+    build = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
+    if build is None:
+        raise wrong_type("model_class", "a class of models of transformers, such as AutoModelForCausalLM", model_class)
+    with tempfile.TemporaryDirectory(prefix="transaxle-config-") as folder:
+        plain = {name: value for name, value in settings.items() if name != _QUANTIZATION}
+        Path(folder, CONFIG).write_text(json.dumps(plain), "utf-8")
+        config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        return build(config, dtype=dtype)
+
+
+def _apply_plan(model: Any, plan: Mapping[str, str] | str | None, mesh: DeviceMesh | None, world: World) -> None:
+    """Divide a model by transformers' tensor parallelism.
+
+    Raises:
+        Refused: with the code UNSUPPORTED if the mesh is not one dim of all ranks.
+    """
+    from transformers.distributed import DistributedConfig
+
+    if mesh is not None and (mesh.ndim != 1 or mesh.size() != world.size):
+        message = f"transformers divides a model over all {world.size} ranks, and the mesh is {tuple(mesh.shape)}"
+        hint = "Divide the model yourself: parallelize=lambda model: ..."
+        raise refuse("UNSUPPORTED", message, hint=hint)
+    stated = plan if plan is not None else "auto"
+    config = DistributedConfig(tp_plan=stated if isinstance(stated, str) else dict(stated), tp_size=world.size)
+    prepared, _, meshes = type(model).prepare_distribute_model(config)
+    type(model).maybe_distribute_model(model, prepared, meshes)
+
+
+def _set_generation(model: Any, octets: bytes) -> None:
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig.from_dict(json.loads(octets))
+
+
+def save_pretrained(
+    model: nn.Module,
+    dst: PathLike,
+    *,
+    to: str = "hf",
+    tokenizer: Any = None,
+    group: Ranks | None = None,
+    overwrite: Overwrite = False,
+    **saving: Any,
+) -> SaveReport:
+    """Save a model of transformers, divided in any way, as a complete folder for a hub; all ranks must call this.
+
+    The folder appears as a whole: weights in the names of the hub, `config.json`, `generation_config.json`, and the
+    files of the tokenizer.
+
+    Args:
+        model: a model of transformers.
+        dst: target folder or URL.
+        to: file format and dialect, as for `save`.
+        tokenizer: tokenizer or processor of the model, which is saved too.
+        group: the ranks that save together; None means all ranks.
+        overwrite: whether to replace the checkpoint at `dst`, as for `save`.
+        **saving: further options of `save`: `config`, `verify` and others.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        TransaxleError: raised on every rank; the target is unchanged after an error, unless `verify` found the error.
+    """
+    inner = innermost(model)
+    if not hasattr(inner, "config") or not hasattr(inner, "generation_config"):
+        raise wrong_type("model", "a model of transformers", model)
+    world, clock = World(group), Clock()
+    files = world.pool(lambda: _files_of(inner, tokenizer) if world.rank == world.ranks[0] else {})[0]
+    settings_of = partial(read_settings, dst, to, overwrite=overwrite, **{"config": _config_of(inner), **saving})
+    with clock.stage("plan"):
+        settings, collected = collect(settings_of, model, None, None, world)
+    return write_checkpoint(settings, replace(collected, files={**collected.files, **files}), world, clock)
+
+
+def _files_of(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    """Return file name -> content, for the files beside config and weights."""
+    with tempfile.TemporaryDirectory(prefix="transaxle-files-") as place:
+        folder = Path(place)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """Return the config as transformers saves it, with the class of the model and its dtype."""
+    classes = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {**config, "architectures": [next(classes).__name__], "dtype": dtype}
