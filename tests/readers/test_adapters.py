@@ -102,6 +102,39 @@ def test_lost_and_surplus_tensors_and_settings_are_named(adapter: Path, tmp_path
     assert any("layers.1.mlp.down_proj.lora_magnitude_vector" in str(each.message) for each in warned)
 
 
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer modules": ({"target_modules": ["q_proj"]}, "dropped"),
+    "more modules": ({"target_modules": ["q_proj", "down_proj", "o_proj"]}, "missing"),
+    "modules left out": ({"exclude_modules": ["q_proj"]}, "dropped"),
+    "fewer layers": ({"layers_to_transform": [1]}, "dropped"),
+    "layers twice": ({"layer_replication": [[0, 2], [1, 2]]}, "missing"),
+    "other ranks": ({"rank_pattern": {}}, "shape"),
+    "no vectors of DoRA": ({"use_dora": False}, "dropped"),
+}
+
+
+@pytest.mark.usefixtures("in_process")
+def test_settings_that_are_not_those_of_the_files(adapter: Path, tmp_path: Path) -> None:
+    def train(tensors: Tensors) -> None:
+        tensors.update({name: 1.5 * value for name, value in tensors.items() if "magnitude" in name or "head" in name})
+
+    trained = spoilt(adapter, tmp_path / "trained", train)
+    folders = [spoilt(trained, tmp_path / name, dict, **settings) for name, (settings, _) in MISFITS.items()]
+    right, *real = run_peft(adapter.parent / BASE, [trained, *folders])
+    verdicts = [kinds(tx.check(folder, "peft", config=adapter.parent / BASE)) for folder in folders]
+    assert [name for name, each in zip(MISFITS, real, strict=True) if right.equals(each)] == []
+    assert [kind in verdict for (_, kind), verdict in zip(MISFITS.values(), verdicts, strict=True)] == [True] * len(
+        MISFITS
+    )
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_adapter_for_which_peft_changes_its_base(adapter: Path, tmp_path: Path) -> None:
+    folder = spoilt(adapter, tmp_path / "pissa", dict, init_lora_weights="pissa", use_dora=False)
+    notes = [each for each in tx.check(folder, "peft", config=adapter.parent / BASE).findings if each.kind == "note"]
+    assert ["pissa" in note.effect for note in notes] == [True]
+
+
 def test_stacks_of_an_older_peft_are_named(tmp_path: Path) -> None:
     fault = FAULTS["LoRA of an older peft"]
     fault.build(tmp_path / "right")

@@ -144,6 +144,9 @@ class _File:
     def get_tensor(self, name: str) -> Any:
         return self._headers.take(self._tensors, name)
 
+    def get_tensors(self) -> dict[str, Any]:
+        return {name: self.get_tensor(name) for name in self._tensors}
+
     def get_slice(self, name: str) -> _Slice:
         return _Slice(self._headers, self._tensors, name)
 

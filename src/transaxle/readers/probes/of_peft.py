@@ -27,6 +27,10 @@ exchanged.
 """
 
 
+_TAKEN_APART = ("pissa", "olora")
+"""Beginnings of the values of `init_lora_weights` for which peft takes the base's weights apart, also when it loads."""
+
+
 def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> None:
     """Load the adapter onto a model of the base's config."""
     warnings.simplefilter("ignore")
@@ -148,6 +152,12 @@ def _unread_settings(stored: dict[str, Any], config: Any, model: Any) -> Iterato
     for key, value in stored.items():
         if key not in fields and value:
             yield _finding(f"peft does not know {key}, which is {json.dumps(value)[:80]} in {_ADAPTER_CONFIG}")
+    beginning = getattr(config, "init_lora_weights", None)
+    if isinstance(beginning, str) and beginning.startswith(_TAKEN_APART):
+        effect = (
+            f"peft changes the base's weights for {beginning} when it loads, which fits only the base of its training"
+        )
+        yield {"kind": "note", "wrong": False, "effect": effect, "names": [], "remedy": ""}
     changed = {*getattr(model.base_model, "targeted_module_names", ())}
     changed |= {*getattr(model.base_model, "targeted_parameter_names", ())}
     for setting in ("rank_pattern", "alpha_pattern"):
