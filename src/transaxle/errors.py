@@ -86,6 +86,10 @@ _PROSE = frozenset({
 """English words that may follow an option in a sentence but are not the option's value."""
 
 
+TARGET = "target"
+"""Keyword of `supports` for the option `--to`, which all other functions call `to`."""
+
+
 def in_both_languages(text: str) -> str:
     """Add to a hint, after each command-line option, the equivalent Python keyword in parentheses.
 
@@ -98,7 +102,8 @@ def in_both_languages(text: str) -> str:
     commands = [match.span() for match in _COMMAND.finditer(text)]
     for option in _OPTION.finditer(text):
         keyword, _, value = KEYWORDS.get(option[1], "").partition("=")
-        is_named = any(re.search(rf"(?<![\w-]){keyword}=", part) for part in (text, *parts))
+        words = f"{keyword}|{TARGET}" if keyword == "to" else keyword
+        is_named = any(re.search(rf"(?<![\w-])(?:{words})=", part) for part in (text, *parts))
         if not keyword or is_named or any(start <= option.start() < end for start, end in commands):
             continue
         end, typed_value = option.end(), (option[2] or "")[1:]

@@ -13,7 +13,7 @@ from referencing import Registry, Resource
 import transaxle.cli
 
 SCHEMAS = Path(transaxle.cli.__file__).parent / "schemas"
-ERROR, EVENT, PARTS = "error", "event", "parts"
+ERROR, EVENT, PARTS, PLAN_DOCUMENT = "error", "event", "parts", "plan_document"
 """Documents that no command is named after."""
 
 

@@ -81,7 +81,7 @@ def test_a_plan_with_everything_in_it(ck: Path) -> None:
 
 def test_every_command_has_a_schema_that_is_one() -> None:
     known = documents.schemas()
-    assert {*known} == {*COMMANDS, documents.ERROR, documents.EVENT, documents.PARTS}
+    assert {*known} == {*COMMANDS, documents.ERROR, documents.EVENT, documents.PARTS, documents.PLAN_DOCUMENT}
     for name, schema in known.items():
         jsonschema.Draft202012Validator.check_schema(schema)
         assert schema["$id"] == f"{name}.json"

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import transaxle as tx
 from tests.oracles.test_full_families import TYPES
 from tests.oracles.tiny_models import made
+from transaxle.axes.translation.unmatched import AHEAD_KEYS
 from transaxle.errors import TransaxleError, UsageError
 
 TARGETS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -39,6 +40,14 @@ _UNDECIDED, _UNSIZED = "taken as no", "only shapes show"
 """In notes: a vector that may be there, and sizes that the config lacks."""
 
 
+def without_ahead(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without the layers that predict ahead, which `save_pretrained` leaves out."""
+    return {
+        key: 0 if key in AHEAD_KEYS and value else without_ahead(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+    }
+
+
 def planned(source: Path, target: str, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """What `plan` says of files: refusals, and the target's tensors."""
     try:
@@ -52,7 +61,7 @@ def planned(source: Path, target: str, options: Mapping[str, Any]) -> tuple[list
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_answer_is_that_of_the_files(model_type: str, tmp_path: Path) -> None:
     _, stored, config = made(model_type, {}, tmp_path)
-    config |= {"dtype": "bfloat16"}
+    config = without_ahead(config) | {"dtype": "bfloat16"}
     if model_type in UNSAID:
         with pytest.raises(UsageError) as unsaid:
             tx.supports(config, "hf")
@@ -68,10 +77,12 @@ def test_the_answer_is_that_of_the_files(model_type: str, tmp_path: Path) -> Non
         refusals, expected = planned(source, target, options)
         assert bool(answer) is (not refusals)
         answered = [refusal.as_json() for refusal in answer.refusals]
+        refusals = [each | {"hint": each["hint"].replace("(to=", "(target=")} for each in refusals]
         assert sorted(answered, key=str) == sorted(refusals, key=str), (target, options)  # in the order of the files
         implied = {t.name: (t.dtype, t.shape) for t in (answer.plan.tensors if answer.plan else ())}
         notes = " ".join(answer.notes)
         left_out = expected.keys() ^ implied.keys()
         assert not left_out or _UNDECIDED in notes, (target, options, left_out)
         unlike = [name for name in implied.keys() & expected.keys() if implied[name] != expected[name]]
-        assert not unlike or _UNSIZED in notes, (target, options, unlike[:3])
+        undecided = _UNDECIDED in notes and all(implied[name][1] == expected[name][1] for name in unlike)  # zeros
+        assert not unlike or _UNSIZED in notes or undecided, (target, options, unlike[:3])

@@ -11,7 +11,9 @@ If a plan reads values, or if the config does not determine the files, there is 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +23,12 @@ from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.model_tensors import Model, TensorKind
 from transaxle.axes.notation.family import PLAIN, WORDS, Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
-from transaxle.axes.translation.unmatched import AHEAD_KEYS
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, Convention
 from transaxle.encodings.conventions.packed_methods import PACKED_PARSERS
 from transaxle.encodings.conventions.quantization import Quantization, module_of, read
 from transaxle.encodings.encoding import CASTS, Encoding, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.promised import ahead_key
 from transaxle.engine.checkpoint.recognise import pick_dialect
 from transaxle.engine.checkpoint.settings import CONFIG, Settings
 from transaxle.engine.plan.conversion import make_plan
@@ -34,7 +36,7 @@ from transaxle.engine.plan.planned import Plan
 from transaxle.engine.traffic import config_dtype, family_of_config
 from transaxle.engine.views.encode import is_linear
 from transaxle.engine.wording import notebook, plural, size
-from transaxle.errors import Refusal, TransaxleError, refuse
+from transaxle.errors import TARGET, Refusal, Refused, TransaxleError, refuse
 from transaxle.families import is_dialect
 from transaxle.formats import registry
 from transaxle.formats.catalog import Container, Entry, Extent
@@ -54,6 +56,8 @@ _Form = tuple[str, tuple[int, ...]]
 """Dtype and shape of a stored tensor."""
 _HUB_NAMES = frozenset({"hf", "transformers", "torchtitan_hf"})
 """Dialects whose checkpoints a config's quantization section describes; trainers' own checkpoints are not quantized."""
+_TO = re.compile(r"(?<![\w-])to(?==)")
+"""Pattern of the keyword that names the target in Python, in hints."""
 _OPEN_FILES = "Give the checkpoint itself to plan (`transaxle plan SRC DST`, `tx.plan`), which opens its files."
 
 
@@ -167,8 +171,15 @@ class _Implied:
             raise refuse("UNSUPPORTED", message, hint=_OPEN_FILES)
 
 
-def _imply(choices: Settings, family: Family, dialect: Dialect, form: str) -> _Implied:
+def _imply(choices: Settings, family: Family, dialect: Dialect, form: str, *, ahead: bool) -> _Implied:
     """Return the checkpoint that a config implies, in a dialect and a format.
+
+    Args:
+        choices: the config, and the user's choice of axes.
+        family: the model family.
+        dialect: a dialect of the family.
+        form: name of the format.
+        ahead: whether the layers that predict ahead are stored, if the config promises any.
 
     Raises:
         Refused: with the code UNSUPPORTED, if the config does not say in which buffers weights are stored; with the
@@ -190,13 +201,17 @@ def _imply(choices: Settings, family: Family, dialect: Dialect, form: str) -> _I
         notes.append(f"only shapes show the size of {', '.join(assumed)}, which is taken as {_ANY_SIZE}: bytes differ")
         sizes = sizes.with_solved(dict.fromkeys(assumed, _ANY_SIZE))
     forms = sorted({group.encoding.name for group in groups} & {*WORDS})
-    model = Model(family, sizes, encoding=forms[0] if len(forms) == 1 else PLAIN)
+    key = ahead_key(sizes)
+    model = Model(family, sizes, ahead=ahead and key is not None, encoding=forms[0] if len(forms) == 1 else PLAIN)
     kinds = dict(model.kinds_by_name(dialect))
     model.check_decided(dialect)
     if model.undecided:
         notes.append(f"the config does not say whether the model has {', '.join(sorted(model.undecided))}: taken as no")
-    if any(sizes.settings.get(key) for key in AHEAD_KEYS):
-        notes.append("the layers that predict ahead, which the config promises, are taken as absent")
+    if key is not None:
+        named = {component for line in dialect.lines for component in line.expression.components}
+        has_ahead = any(model.is_ahead(name, layer) for name in named for layer in model.present[name])
+        state = f"stored; for files without them ask with {key} 0" if has_ahead else "absent"
+        notes.append(f"the layers that predict ahead, which the config promises with {key}, are taken as {state}")
     buffers, encoded = _buffers(kinds, quantization, CASTS[config_dtype(config)])
     files = _NoBytes()
     text = json.dumps(dict(config), default=str).encode()
@@ -300,20 +315,62 @@ def answer(choices: Settings, places: tuple[str, str], view: Mapping[str, Any], 
         form, label = _parse_source(source)
         family = family_of_config(choices)
         family_name = family.name
-        dialect = _dialect_of(family, form, label)
+        sizes = Sizes(family, choices.config or {}, choices.axes)
+        dialect = _dialect_of(sizes, form, label)
         source = f"{form}:{dialect.label}"
     except TransaxleError as error:
-        return Support(source, target, family_name, error.refusals, (), None)
-    implied = _imply(choices, family, dialect, form)
+        return Support(source, target, family_name, _in_own_words(error.refusals), (), None)
+    key = ahead_key(sizes)
+    question = (choices, family, dialect, form), target, view, how
+    try:
+        support = _plan_implied(*question, ahead=True)
+    except TransaxleError:
+        if key is None:
+            raise
+        return _plan_implied(*question, ahead=False)
+    if key is None or support or not _plan_implied(*question, ahead=False):
+        return support
+    note = "the conversion works for files without the layers that predict ahead"
+    return replace(support, notes=(*support.notes, note))
+
+
+def _plan_implied(
+    source: tuple[Settings, Family, Dialect, str],
+    target: str,
+    view: Mapping[str, Any],
+    how: Mapping[str, Any],
+    *,
+    ahead: bool,
+) -> Support:
+    """Plan the conversion of the checkpoint that a config implies, with its layers that predict ahead or without them.
+
+    Args:
+        source: the arguments of `_imply`.
+        target: format and dialect of the target.
+        view: options of `open` that change how values are shown.
+        how: options of `make_plan`.
+        ahead: whether the layers that predict ahead are stored, if the config promises any.
+
+    Raises:
+        TransaxleError: the errors of `_imply`, and of `check_answered`.
+    """
+    _, family, dialect, form = source
+    implied, label = _imply(*source, ahead=ahead), f"{form}:{dialect.label}"
     try:
         shown, assumed = _show(implied.checkpoint, view)
         plan = make_plan(shown, target, **how).plan
     except TransaxleError as error:
         implied.check_answered()
-        return Support(source, target, family_name, error.refusals, implied.notes, None)
+        return Support(label, target, family.name, _in_own_words(error.refusals), implied.notes, None)
     implied.check_answered()
     notes = (*implied.notes, *assumed, *plan.notes)
-    return Support(source, f"{plan.format}:{plan.dialect}", family_name, plan.refusals, notes, plan)
+    refusals = _in_own_words(plan.refusals)
+    return Support(label, f"{plan.format}:{plan.dialect}", family.name, refusals, notes, plan)
+
+
+def _in_own_words(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
+    """Return refusals whose hints name the keyword of `supports` for the target, which other functions call `to`."""
+    return tuple([replace(refusal, hint=_TO.sub(TARGET, refusal.hint)) for refusal in refusals])
 
 
 def _parse_source(source: str) -> tuple[str, str | None]:
@@ -332,14 +389,20 @@ def _parse_source(source: str) -> tuple[str, str | None]:
     raise unknown_format(first, [kind.name for kind in every_format()])
 
 
-def _dialect_of(family: Family, form: str, label: str | None) -> Dialect:
-    """Return the dialect of a source; without a label, the first of the format's own dialects that the family has, or
-    else the hub's.
+def _dialect_of(sizes: Sizes, form: str, label: str | None) -> Dialect:
+    """Return the dialect of a source; without a label, the first of the format's own dialects that the family has and
+    that can store the model, or else the hub's.
     """
-    if label is None:
-        own_labels = registry.get_format(form).dialects or ("hf",)
-        label = next((each for each in own_labels if family.dialect(each) is not None), own_labels[0])
-    return pick_dialect(family, label)
+    family = sizes.family
+    if label is not None:
+        return pick_dialect(family, label)
+    own_labels = registry.get_format(form).dialects or ("hf",)
+    dialects = [dialect for each in own_labels if (dialect := family.dialect(each)) is not None]
+    for dialect in dialects[:-1]:
+        with suppress(Refused):  # one tensor for all layers, of which some are of another kind
+            Model(family, sizes).kinds(dialect)
+            return dialect
+    return dialects[-1] if dialects else pick_dialect(family, own_labels[0])
 
 
 def _show(checkpoint: Checkpoint, view: Mapping[str, Any]) -> tuple[Checkpoint, Sequence[str]]:

@@ -13,6 +13,7 @@ import pytest
 
 import transaxle as tx
 from tests.checkpoints import tiny
+from tests.cli import documents
 from transaxle.engine.plan.planned import box_of
 from transaxle.move.transfer import Transfer
 
@@ -57,6 +58,7 @@ def test_a_stored_plan_still_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         field for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for field in re.findall(r"`(.*?)`", row)
     }
     assert listed == set(_promised(stored))
+    documents.check(documents.PLAN_DOCUMENT, stored)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,7 @@ def test_pieces_are_where_the_bytes_are(target: str, dialect: str, options: dict
     """Each piece without gaps is compared with the box of the tensor that it is said to be, in the files themselves."""
     source = tiny(tmp_path / "model", shards=2)
     plan = tx.plan(source, tmp_path / "out", to=target, **options).document()
+    documents.check(documents.PLAN_DOCUMENT, plan)
     tx.convert(source, tmp_path / "out", to=target, sync=False, **options)
     compared = dict.fromkeys(("reads", "writes"), 0)
     with tx.open(source) as opened:
@@ -94,6 +97,15 @@ def test_pieces_are_where_the_bytes_are(target: str, dialect: str, options: dict
                     assert (stored == region.ravel()).all(), (tensor["name"], piece)
                     compared[side] += 1
     assert min(compared.values()) > 20
+
+
+@pytest.mark.parametrize("options", [{"encode": "nvfp4"}, {"dtype": "fp32"}])
+def test_computed_values_have_no_file(options: dict[str, Any], tmp_path: Path) -> None:
+    """The schema is that of plans with computed values too."""
+    plan = tx.plan(tiny(tmp_path / "model"), tmp_path / "out", to="dcp:torchtitan", **options).document()
+    documents.check(documents.PLAN_DOCUMENT, plan)
+    for piece in (piece for tensor in plan["tensors"] for piece in tensor["reads"]):
+        assert (piece["file"] is None) is (piece["tensor"] is not None)
 
 
 def test_what_is_not_one_box_has_none() -> None:

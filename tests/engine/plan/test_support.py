@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ DEEPSEEK_V3 = {
 
 
 def test_published_models_have_the_tensors_of_their_files() -> None:
-    """Counts and bytes are those of the files on the hub; DeepSeek-V3's are without the layer that predicts ahead."""
+    """Counts and bytes are those of the files on the hub; DeepSeek-V3's copies of embedding and head are left out."""
     qwen = tx.supports(QWEN3_30B, "hf")
     assert qwen.plan is not None
     assert (len(qwen.plan.tensors), sum(tensor.nbytes for tensor in qwen.plan.tensors)) == (18_867, 61_064_245_248)
@@ -48,6 +49,14 @@ def test_published_models_have_the_tensors_of_their_files() -> None:
     assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"] == ("F32", (5, 56))
     assert stored["model.layers.4.mlp.gate.weight"] == ("BF16", (256, 7168))
     assert "lm_head.weight_scale_inv" not in stored
+    with_ahead = tx.supports({**DEEPSEEK_V3, "num_hidden_layers": 5, "num_nextn_predict_layers": 1}, "hf")
+    assert with_ahead.plan is not None
+    new = {tensor.name for tensor in with_ahead.plan.tensors} - stored.keys()
+    assert {name.rpartition("layers.5.")[0] for name in new} == {"model."}
+    assert len(new) == 2 * matrices + 4 + 2 * 3 * 256 + 2 + 4  # enorm, hnorm, eh_proj and shared_head.norm are plain
+    assert {"model.layers.5.eh_proj.weight", "model.layers.5.self_attn.o_proj.weight_scale_inv"} <= new
+    assert "model.layers.5.eh_proj.weight_scale_inv" not in new
+    assert [note for note in with_ahead.notes if "taken as stored" in note]
 
 
 @pytest.mark.parametrize("encode", ["float8_block", "mxfp8", "nvfp4", "int4"])
@@ -80,7 +89,8 @@ def test_the_refusals_are_those_of_the_files(tmp_path: Path) -> None:
         except TransaxleError as error:
             refusals = error.refusals
         answer = tx.supports(source, target, **options)
-        assert (bool(answer), answer.refusals) == (not refusals, refusals), target
+        own_words = [replace(refusal, hint=refusal.hint.replace("(to=", "(target=")) for refusal in refusals]
+        assert (bool(answer), [*answer.refusals]) == (not refusals, own_words), target
         codes |= {refusal.code for refusal in refusals}
     assert codes == {"UNSUPPORTED", "AMBIGUOUS"}
 
@@ -94,6 +104,8 @@ def test_a_trainers_checkpoint_may_be_the_source(tmp_path: Path) -> None:
     assert (back.source, back.target) == (there.target, "safetensors:hf")
     assert len(back.plan.tensors) == 18_867
     assert back.plan.bytes_read == sum(tensor.nbytes for tensor in there.plan.tensors)
+    deepseek = tx.supports({**DEEPSEEK_V3, "num_hidden_layers": 5, "n_routed_experts": 8}, "hf", source="torch_dist")
+    assert (bool(deepseek), deepseek.source) == (True, "torch_dist:megatron_layers"), "dense layers and sparse ones"
 
 
 def test_a_mesh_has_the_degrees_of_its_dims() -> None:

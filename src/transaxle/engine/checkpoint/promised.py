@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Index, split_slot
 from transaxle.axes.layout.model_tensors import Model
-from transaxle.axes.notation.family import Line, LogicalTensor
+from transaxle.axes.notation.family import Line, LogicalTensor, Sizes
 from transaxle.axes.notation.name import natural, skeleton
 from transaxle.axes.translation.translate import absent_tensors
 from transaxle.axes.translation.unmatched import AHEAD_KEYS, HEAD
@@ -129,13 +129,19 @@ def _is_part_of_unknown(checkpoint: Checkpoint) -> bool:
     return has_unknown and checkpoint.settings.family is None and checkpoint.config.get("model_type") not in own_types
 
 
-def _ahead_lack(checkpoint: Checkpoint) -> Iterator[Lack]:
-    """Yield the layers that predict ahead, if the config has a number of them, and none or only some are stored."""
-    sizes, bound = checkpoint.sizes, checkpoint.bound
+def ahead_key(sizes: Sizes) -> str | None:
+    """Return the config key that promises layers which predict ahead; None if no key does."""
     sections = (sizes.settings, sizes.config)
     counts = ((key, section.get(key)) for section in sections for key in AHEAD_KEYS)
     key = next((key for key, count in counts if type(count) is int and count > 0), None)
-    if key is None or any(section.get(_SWITCH) is False for section in sections):
+    return None if any(section.get(_SWITCH) is False for section in sections) else key
+
+
+def _ahead_lack(checkpoint: Checkpoint) -> Iterator[Lack]:
+    """Yield the layers that predict ahead, if the config has a number of them, and none or only some are stored."""
+    sizes, bound = checkpoint.sizes, checkpoint.bound
+    key = ahead_key(sizes)
+    if key is None:
         return
     if any(_predicts_ahead(name) for name in bound.unknown):
         return
