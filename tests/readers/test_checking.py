@@ -86,6 +86,25 @@ def test_a_good_checkpoint_loads_and_is_kept_in_the_cache(hub: Path, cache: Path
     assert str(again).startswith(f"{hub}: transformers ")
 
 
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        ("ValueError: no such layer (a.py, line 1)", True),
+        ("MemoryError:  (a.py, line 1)", False),
+        ("OSError: [Errno 28] No space left on device", False),
+        ("torch.OutOfMemoryError: Allocation failed", False),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory", False),
+    ],
+)
+def test_an_error_of_the_machine_is_not_kept(hub: Path, cache: Path, error: str, is_kept: bool) -> None:
+    before = {*cache.rglob("*.json")}
+    runs = "transaxle.readers.reader_runs"
+    key = f"{len(before)}-{is_kept}"
+    with patch(f"{runs}._run", return_value={"unbuilt": error}), patch(f"{runs}._key", return_value=key):
+        assert not tx.check(hub, "transformers").ok
+    assert bool({*cache.rglob("*.json")} - before) is is_kept
+
+
 @pytest.mark.usefixtures("in_process")
 def test_a_missing_expert_is_named(planted: Callable[..., Path]) -> None:
     folder = planted(lambda tensors: tensors.__delitem__(EXPERT))

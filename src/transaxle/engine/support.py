@@ -208,8 +208,8 @@ def _imply(choices: Settings, family: Family, dialect: Dialect, form: str, *, ah
     if model.undecided:
         notes.append(f"the config does not say whether the model has {', '.join(sorted(model.undecided))}: taken as no")
     if key is not None:
-        named = {component for line in dialect.lines for component in line.expression.components}
-        has_ahead = any(model.is_ahead(name, layer) for name in named for layer in model.present[name])
+        components = {component for line in dialect.lines for component in line.expression.components}
+        has_ahead = any(model.is_ahead(name, layer) for name in components for layer in model.present[name])
         state = f"stored; for files without them ask with {key} 0" if has_ahead else "absent"
         notes.append(f"the layers that predict ahead, which the config promises with {key}, are taken as {state}")
     buffers, encoded = _buffers(kinds, quantization, CASTS[config_dtype(config)])

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from transaxle.axes.layout.bind import WEIGHT
-from transaxle.axes.layout.model_tensors import Model
+from transaxle.axes.layout.model_tensors import AHEAD, Model
 from transaxle.axes.notation.family import Dialect
 from transaxle.axes.notation.name import natural
 from transaxle.encodings.conventions.quantization import Quantization, module_of
@@ -21,8 +21,6 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.training_state import is_extra_state
 from transaxle.readers.reader import Reader
 
-_AHEAD = "ahead_"
-"""Beginning of the names of logical tensors in layers that predict further tokens; most readers leave them out."""
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+\.")
 """Pattern of a name up to the first number, the layer."""
 
@@ -158,7 +156,7 @@ def _optional(checkpoint: Checkpoint, model: Model) -> Iterator[str]:
     for (line, _), names in checkpoint.bound.names.items():
         free = {
             component for component in line.expression.components
-            if component.startswith(_AHEAD) or component in model.undecided or component in model.sizes.originals
+            if component.startswith(AHEAD) or component in model.undecided or component in model.sizes.originals
         }  # fmt: skip
         if line.read_only or free:
             yield from names.values()

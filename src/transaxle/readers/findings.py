@@ -99,26 +99,26 @@ def _trace_findings(checkpoint: Checkpoint, reader: Reader, trace: Trace) -> Ite
     lacks = find_lacks(checkpoint) or (_absent(checkpoint) if explains else ())
     absent = explains and any(lack.names for lack in lacks)
     if missing := sorted({*trace.get("missing", ())}.difference(each for each, _ in trace.get("failed") or ())):
-        fate = trace.get("fate") or ("it stops" if trace.get("stops") else "they stay at random values")
-        effect = f"{plural(len(missing), 'parameter')} of {name} get no tensor, and {fate}"
+        fate = trace.get("fate") or ("stops" if trace.get("stops") else "leaves random values there")
+        effect = f"{name} gets no tensor for {plural(len(missing), 'parameter')}, and {fate}"
         yield Finding("missing", True, effect, _in_order(missing), "" if absent else form)
     if incomplete := trace.get("incomplete"):
         example, first = incomplete[0]
         effect = (
-            f"{plural(len(incomplete), 'parameter')} of {name} are filled only in part, and the rest stays at random "
-            f"values: {example} from the element {_shape(first)} on"
+            f"{name} fills {plural(len(incomplete), 'parameter')} only in part, and leaves random values in the rest: "
+            f"{example} from the element {_shape(first)} on"
         )
         yield Finding("missing", True, effect, _in_order(each for each, _ in incomplete), "" if absent else form)
     if shapes := trace.get("mismatched"):
         example, file_shape, model_shape = shapes[0]
         effect = (
-            f"{plural(len(shapes), 'parameter')} of {name} have another shape than the config gives them: {example} is "
+            f"{name} gives {plural(len(shapes), 'parameter')} another shape by the config: {example} is "
             f"{_shape(file_shape)} in the files and {_shape(model_shape)} in the model"
         )
         yield Finding("shape", True, effect, _in_order(each for each, _, _ in shapes), "" if absent else _CONFIG)
     for lack in lacks:
         take = f"Take them from a complete checkpoint:  transaxle convert {checkpoint.path} DST --to hf --graft BASE"
-        remedy = take if lack.names else ""
+        remedy = take if lack.is_lost else ""
         yield Finding("absent", explains, f"{lack.promise}, but {lack.gap}; {lack.advice}", lack.names, remedy)
     yield from _drop_findings(checkpoint, reader, trace, form)
     yield from _probe_findings(reader, trace)
@@ -229,8 +229,8 @@ def _draft_findings(reader: Reader, trace: Trace) -> Iterator[Finding]:
     why = drafts.get("error") or drafts.get("unbuilt") or ""
     if names:
         effect = (
-            f"the config promises layers that predict further tokens, and {plural(len(names), 'parameter')} of them "
-            f"get no tensor: {reader.name} loads the model, and cannot speculate with them"
+            f"the config promises layers that predict further tokens, and there is no tensor for "
+            f"{plural(len(names), 'parameter')} of them: {reader.name} loads the model, and cannot speculate with them"
         )
         yield Finding("absent", False, f"{effect}: {why}" if why else effect, names)
     elif why:

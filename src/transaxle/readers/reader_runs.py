@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -143,6 +144,8 @@ def run_reader(
         request["twins"] = [[str(plain), str(stored)] for plain, stored in pairs]
         (folder / "request.json").write_text(json.dumps(request), "utf-8")
         trace = _run(reader, folder / "request.json", folder / "result.json", python, limit)
+    if _may_pass(trace):
+        return ReaderRun(trace, False)
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         part = cached.with_suffix(f".{os.getpid()}")
@@ -151,6 +154,22 @@ def run_reader(
     except OSError:  # a result that cannot be kept is computed again
         pass
     return ReaderRun(trace, False)
+
+
+_PASSING = re.compile(
+    r"(?:[\w.]+\.)?(?:MemoryError|OSError|\w*IOError|ConnectionError|TimeoutError|OutOfMemoryError)\b"
+    r"|.*(?:out of memory|[Cc]annot allocate memory|can't allocate memory|No space left|Too many open files)",
+    re.DOTALL,
+)
+"""Pattern of errors of the machine, not of the checkpoint; the next run may do without."""
+
+
+def _may_pass(trace: Trace) -> bool:
+    """Return whether a reader met an error that another run may not meet, so that its result must not be kept."""
+    parts = (trace, trace.get("values") or {}, trace.get("drafts") or {})
+    errors = [part.get(key) for part in parts for key in ("error", "unbuilt")]
+    errors += [why for _, why in trace.get("failed") or ()]
+    return any(_PASSING.match(error) for error in errors if isinstance(error, str))
 
 
 def _cache() -> Path:

@@ -91,10 +91,14 @@ def test_tensors_that_the_config_describes_otherwise_are_named(tmp_path: Path) -
     assert missing(checkpoints.write(tmp_path / "listed as plain", one, config=listed)) == {}
     wrong = checkpoints.write(tmp_path / "wrongly listed", held, config=listed)
     assert missing(wrong) == {promise: {first}}
-    # what the lines advise
-    tx.convert(mixed, tmp_path / "mended", to="hf", decode="bf16")
-    tx.convert(wrong, tmp_path / "described", to="hf")
-    assert missing(tmp_path / "mended") == missing(tmp_path / "described") == {}
+    # what the lines advise, and the findings of `check`
+    remedies: dict[Path, dict[str, Any]] = {mixed: {"decode": "bf16"}, wrong: {}}
+    for folder, options in remedies.items():
+        with tx.open(folder) as checkpoint:
+            (lack,) = find_lacks(checkpoint)
+        assert not lack.is_lost
+        tx.convert(folder, folder.with_suffix(".mended"), to="hf", **options)
+        assert missing(folder.with_suffix(".mended")) == {}
 
 
 def without_key(config: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class Lack(msgspec.Struct, frozen=True):
     """Names of the missing tensors, in natural order; empty if the table has no names for them."""
     advice: str
     """What follows from it, and what to do."""
+    is_lost: bool = True
+    """Whether a complete checkpoint has the tensors, so that they can be grafted."""
 
     @property
     def text(self) -> str:
@@ -261,16 +263,18 @@ def _codes(checkpoint: Checkpoint) -> Iterator[Lack]:
         return
     promise = f"the config has quantization_config {described.method}"
     if not catalog.encoded:
-        yield Lack(promise, "no tensor is stored as codes with scales", (), _NO_CODES)
+        yield Lack(promise, "no tensor is stored as codes with scales", (), _NO_CODES, is_lost=False)
         return
     encoded = {skeleton(name) for name in catalog.encoded}
     plain = [name for name in catalog.entries if name not in catalog.encoded and not name.startswith(OPTIMIZER)]
     plain = [name for name in plain if skeleton(name) in encoded and described.encodings(module_of(name))]
     if plain:
-        yield Lack(promise, "tensors that it describes as codes are stored plain", tuple(plain), _PLAIN)
+        yield Lack(promise, "tensors that it describes as codes are stored plain", tuple(plain), _PLAIN, is_lost=False)
     unlisted = [name for name in catalog.encoded if not described.encodings(module_of(name))]
     if unlisted:
-        yield Lack(promise, "tensors that it describes as plain are stored as codes", tuple(unlisted), _CODES)
+        yield Lack(
+            promise, "tensors that it describes as plain are stored as codes", tuple(unlisted), _CODES, is_lost=False
+        )
 
 
 def _files_outside_index(checkpoint: Checkpoint) -> Iterator[Lack]:
@@ -290,7 +294,9 @@ def _files_outside_index(checkpoint: Checkpoint) -> Iterator[Lack]:
         if of_model:
             gap = f"{index} does not list the file" if index else f"only {', '.join(container.files)} is read"
             advice = "programs that follow the index skip it: list its tensors there" if index else _NO_INDEX
-            yield Lack(f"{file} has tensors of this model", gap, tuple(sorted(of_model, key=natural)), advice)
+            yield Lack(
+                f"{file} has tensors of this model", gap, tuple(sorted(of_model, key=natural)), advice, is_lost=False
+            )
 
 
 def _patterns(names: Sequence[str]) -> str:

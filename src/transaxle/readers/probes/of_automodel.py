@@ -49,7 +49,7 @@ def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> 
     adapter = getattr(model, "state_dict_adapter", None)
     result["stops"] = True
     if adapter is not None and not getattr(adapter, "supports_low_memory_dcp_load", False):
-        result["fate"] = "it stops, or in a job of one process leaves them at random values"
+        result["fate"] = "stops, or in a job of one process leaves random values there"
     files = {name: headers.take(tensors, name) for tensors in request["files"].values() for name in tensors}
     compare_files(model, adapter, files, tied, result, _tied_head(model, files))
 
