@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import transaxle as tx
+from tests.oracles.bridge_peer.models import MODELS
+from tests.oracles.quiet import quiet
 from tests.readers import planted
 from tests.readers.conftest import served
 from tests.readers.real_readers import ROOT, SECONDS
@@ -93,6 +95,30 @@ def test_a_config_of_another_model(name: str, folders: Path, loaded: dict[str, s
     for kind, tensor in FAULTS[name][2].items():
         assert tensor in kinds[kind]
     assert (loaded[name] == "") == (name in SILENT)
+
+
+FIRST = {model.config["model_type"]: name for name, model in reversed(MODELS.items()) if not model.fault}
+AHEAD = {"num_nextn_predict_layers": 0, "mtp_num_hidden_layers": 0}
+
+
+@pytest.mark.oracle
+@pytest.mark.usefixtures("service")
+@pytest.mark.parametrize("name", sorted(FIRST.values()))
+def test_good_checkpoints_give_no_false_alarm(name: str, tmp_path: Path) -> None:
+    """What we write of a model of transformers, without layers that it does not store."""
+    import transformers
+
+    config = {key: value for key, value in MODELS[name].config.items() if key not in AHEAD}
+    (architecture,) = config.pop("architectures")
+    if (kind := getattr(transformers, architecture, None)) is None:
+        pytest.skip(f"transformers has no {architecture}")
+    with quiet():
+        model = kind(transformers.AutoConfig.for_model(**config)).float()
+        planted.draw(model)
+        model.save_pretrained(tmp_path / "hub")
+    planted.reconfigure(tmp_path / "hub", lambda keys: keys.update(AHEAD))
+    tx.convert(tmp_path / "hub", tmp_path / "own", to="torch_dist", sync=False, allow_lossy=True)
+    assert tx.check(tmp_path / "own", "megatron", python=PYTHON).ok
 
 
 @pytest.mark.usefixtures("service")

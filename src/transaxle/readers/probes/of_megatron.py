@@ -23,6 +23,8 @@ _ARGUMENTS = {
     "moe_token_dispatcher_type": "alltoall",
 }
 """Settings of the model's provider that need no GPU; names and shapes do not depend on them."""
+_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Variables by which a model chooses its attention; those of another model stop it."""
 
 
 def trace(request: dict[str, Any], headers: Headers, result: dict[str, Any]) -> None:
@@ -71,6 +73,8 @@ def _build(folder: str) -> tuple[Any, int]:
     from transformers import AutoConfig
 
     parallel_state.destroy_model_parallel()
+    for name in _BACKENDS:
+        os.environ.pop(name, None)
     bridge = AutoBridge.from_hf_config(AutoConfig.from_pretrained(folder))
     provider = bridge.to_megatron_provider(load_weights=False)
     for name, value in _ARGUMENTS.items():

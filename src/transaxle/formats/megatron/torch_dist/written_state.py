@@ -10,6 +10,7 @@ Megatron applies weight decay to matrices, not to vectors and biases.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -183,8 +184,10 @@ SHARDING = "fully_reshardable"
 parallel degrees."""
 _VERSION = 3.0
 _GLOBAL_SAMPLES = "global_samples"
-_NUMBERED = "decoder.layers.0."
-"""Part of the names of a folder whose layers have tensors of their own, for which Megatron asks only if it says so."""
+_LAYERS = re.compile(r"(?:^|\.)layers\.(\d*)")
+"""Pattern of layers in a name, with the number of a layer that has tensors of its own. Megatron asks for those if the
+folder says so, or if layers differ; other layers of such a model may then be stacked.
+"""
 _EXPERTS, _APART = ".experts.", "is_expert_parallel"
 _COPIED_FACTS = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _SAMPLES = "consumed_train_samples"
@@ -208,7 +211,7 @@ def common_state(
         optimizer: the optimizer's settings; None if no optimizer state is written.
     """
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if any(_NUMBERED in name for name in names):
+    if {bool(match[1]) for name in names for match in _LAYERS.finditer(name)} == {True}:
         content["non_homogeneous_layers"] = True
     state = state_of_run(arguments(config, names, vocabulary), facts, optimizer)
     if optimizer is not None:
