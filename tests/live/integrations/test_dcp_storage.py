@@ -225,3 +225,18 @@ def test_entries_without_a_place_are_refused(tmp_path: Path) -> None:
         ]  # fmt: skip
         assert 'leave_out=["extra"]' in said[0]
         assert 'optimizer="optim"' in said[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_wrong_arguments_and_paths_say_so(hub_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'decod'"):
+        tx.dcp.Reader(hub_folder, decod="bf16")
+    with pytest.raises(TypeError, match="Did you mean 'shard_size'"):
+        tx.dcp.Writer(tmp_path / "out", shardsize=3)
+    with tx.open(hub_folder) as checkpoint, pytest.raises(TypeError, match="already open"):
+        tx.dcp.Reader(checkpoint, decode="bf16")
+    state = {"w": torch.zeros(3)}
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: w"):
+        load(state, storage_reader=tx.dcp.Reader(hub_folder))
+    with pytest.raises(CheckpointException, match="no such file or folder"):
+        load(state, storage_reader=tx.dcp.Reader(tmp_path / "none"))

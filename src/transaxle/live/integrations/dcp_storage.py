@@ -21,6 +21,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,6 +52,7 @@ from torch.futures import Future
 from transaxle.arguments import Overwrite, PathLike, read_count, read_path, read_text
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, open_checkpoint
+from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.duplicates import compare_copies, plan_checks
 from transaxle.engine.views.decoded import rename_groups
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -116,6 +118,8 @@ class Reader(StorageReader):
         self._source: CheckpointLike = src if isinstance(src, Checkpoint) else read_path("src", src)
         if isinstance(src, Checkpoint) and opening:
             raise TypeError(f"{', '.join(opening)}: pass this to open() instead; the checkpoint is already open")
+        for argument in opening.keys() - {*signature(open_checkpoint).parameters, *signature(settings).parameters}:
+            raise TypeError(f"Reader() got an unexpected keyword argument {argument!r}")
         self._dialect = None if dialect is None else read_text("dialect", dialect, "torchtitan")
         self._model, self._optimizer = model, optimizer
         self._jobs = None if jobs is None else read_count("jobs", jobs)
