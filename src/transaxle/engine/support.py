@@ -201,7 +201,7 @@ def _imply(choices: Settings, family: Family, dialect: Dialect, form: str, *, ah
         notes.append(f"only shapes show the size of {', '.join(assumed)}, which is taken as {_ANY_SIZE}: bytes differ")
         sizes = sizes.with_solved(dict.fromkeys(assumed, _ANY_SIZE))
     forms = sorted({group.encoding.name for group in groups} & {*WORDS})
-    key = ahead_key(sizes)
+    key = ahead_key(sizes.settings, sizes.config)
     model = Model(family, sizes, ahead=ahead and key is not None, encoding=forms[0] if len(forms) == 1 else PLAIN)
     kinds = dict(model.kinds_by_name(dialect))
     model.check_decided(dialect)
@@ -320,7 +320,7 @@ def answer(choices: Settings, places: tuple[str, str], view: Mapping[str, Any], 
         source = f"{form}:{dialect.label}"
     except TransaxleError as error:
         return Support(source, target, family_name, _in_own_words(error.refusals), (), None)
-    key = ahead_key(sizes)
+    key = ahead_key(sizes.settings, sizes.config)
     question = (choices, family, dialect, form), target, view, how
     try:
         support = _plan_implied(*question, ahead=True)

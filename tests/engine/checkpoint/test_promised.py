@@ -123,6 +123,18 @@ def test_a_file_that_no_index_lists_is_named(tmp_path: Path) -> None:
     assert tx.info(folder)["missing"] == []
 
 
+@pytest.mark.parametrize("further", [None, "model.mtp_layers.0.input_proj.weight", "model.layers.2.enorm.weight"])
+def test_layers_ahead_of_a_model_that_no_table_has_are_known_by_names(further: str | None, tmp_path: Path) -> None:
+    held = checkpoints.tensors()
+    held |= {} if further is None else {further: held["model.norm.weight"]}
+    config = {**checkpoints.CONFIG, "model_type": "mimo", "num_nextn_predict_layers": 1}
+    folder = checkpoints.write(tmp_path / "model", held, config=config)
+    lines = [fact["text"] for fact in tx.info(folder)["missing"]]
+    assert [line.partition(",")[0] for line in lines] == ["the config has num_nextn_predict_layers 1"] * (not further)
+    checkpoints.write(tmp_path / "none", held, config={**config, "num_nextn_predict_layers": 0})
+    assert tx.info(tmp_path / "none")["missing"] == []
+
+
 def test_a_config_without_files_lacks_nothing() -> None:
     config = {**checkpoints.CONFIG, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_mtp_layers": 2}
     answer = tx.supports(config, source="safetensors:hf", target="safetensors:hf")

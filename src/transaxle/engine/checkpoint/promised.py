@@ -6,7 +6,7 @@ most programs, so nothing here is refused. But whoever starts speculative decodi
 from slow answers.
 
 Names and config decide, by the family's table: a tensor is promised if the condition of its logical tensor is true
-under the config. Without a config or a table nothing is promised. Layers that predict ahead have conditions that depend
+under the config. Without a config nothing is promised. Layers that predict ahead have conditions that depend
 on one another, so that a table reads a checkpoint with them or without; their number in the config promises them.
 """
 
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from transaxle.axes.layout.bind import WEIGHT, Index, split_slot
 from transaxle.axes.layout.model_tensors import Model
-from transaxle.axes.notation.family import Line, LogicalTensor, Sizes
+from transaxle.axes.notation.family import Line, LogicalTensor
 from transaxle.axes.notation.name import natural, skeleton
 from transaxle.axes.translation.translate import absent_tensors
 from transaxle.axes.translation.unmatched import AHEAD_KEYS, HEAD
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 _PREDICTS_AHEAD = re.compile(r"mtp(_.*)?|nextn(_.*)?|enorm|hnorm|eh_proj")
 """Segments of tensor names that only layers that predict ahead have."""
+_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")
+"""Pattern of the number of a layer in a name, for names that no table reads."""
+_DEPTH = "num_hidden_layers"
+"""Config key for the number of layers without those that predict ahead."""
 _SWITCH = "use_mtp"
 """Config key that is false if the layers that predict ahead are not in use, whatever their number is."""
 _SECTION = "_config"
@@ -101,8 +105,8 @@ class Lack(msgspec.Struct, frozen=True):
 def find_lacks(checkpoint: Checkpoint, *, required: bool = True) -> tuple[Lack, ...]:
     """Compare what a checkpoint's config promises with its tensors; only names and dtypes are read.
 
-    Nothing is promised to an adapter, to the file of one rank, and to a checkpoint without a config or a table; what a
-    config implies lacks nothing.
+    Nothing is promised to an adapter, to the file of one rank, and to a checkpoint without a config; without a table
+    only layers that predict ahead, whose names show them. What a config implies lacks nothing.
 
     Args:
         checkpoint: the checkpoint, or a view of it.
@@ -111,8 +115,10 @@ def find_lacks(checkpoint: Checkpoint, *, required: bool = True) -> tuple[Lack, 
     names = checkpoint.stored_names
     if checkpoint.container.implied or not checkpoint.config or names.is_adapter:
         return ()
-    if part_of_ranks(checkpoint.container.storage) is not None or isinstance(names.reading_or_error, TransaxleError):
+    if part_of_ranks(checkpoint.container.storage) is not None:
         return ()
+    if isinstance(names.reading_or_error, TransaxleError):
+        return tuple(_unread_ahead_lack(checkpoint))
     try:
         if _is_part_of_unknown(checkpoint):
             return ()
@@ -131,18 +137,34 @@ def _is_part_of_unknown(checkpoint: Checkpoint) -> bool:
     return has_unknown and checkpoint.settings.family is None and checkpoint.config.get("model_type") not in own_types
 
 
-def ahead_key(sizes: Sizes) -> str | None:
-    """Return the config key that promises layers which predict ahead; None if no key does."""
-    sections = (sizes.settings, sizes.config)
+def ahead_key(*sections: Mapping[str, Any]) -> str | None:
+    """Return the config key that promises layers which predict ahead; None if no key in these sections does."""
     counts = ((key, section.get(key)) for section in sections for key in AHEAD_KEYS)
     key = next((key for key, count in counts if type(count) is int and count > 0), None)
     return None if any(section.get(_SWITCH) is False for section in sections) else key
 
 
+def _unread_ahead_lack(checkpoint: Checkpoint) -> Iterator[Lack]:
+    """Yield the layers that predict ahead of a checkpoint that no table reads, if no name could be that of one."""
+    config = checkpoint.config
+    text = config.get("text_config")
+    sections = [config, text] if isinstance(text, Mapping) else [config]
+    key = ahead_key(*sections)
+    depth = next((section[_DEPTH] for section in sections if type(section.get(_DEPTH)) is int), None)
+    if key is None or depth is None:
+        return
+    entries = checkpoint.container.entries
+    if any(_predicts_ahead(name) or _is_beyond(name, depth) for name in entries):
+        return
+    count = next(section[key] for section in sections if key in section)
+    gap = "no tensor has a name of a layer that predicts ahead"
+    yield Lack(f"the config has {key} {count}", gap, (), "speculative decoding needs them", is_lost=False)
+
+
 def _ahead_lack(checkpoint: Checkpoint) -> Iterator[Lack]:
     """Yield the layers that predict ahead, if the config has a number of them, and none or only some are stored."""
     sizes, bound = checkpoint.sizes, checkpoint.bound
-    key = ahead_key(sizes)
+    key = ahead_key(sizes.settings, sizes.config)
     if key is None:
         return
     if any(_predicts_ahead(name) for name in bound.unknown):
@@ -167,6 +189,12 @@ def _ahead_lack(checkpoint: Checkpoint) -> Iterator[Lack]:
     gap = "some layers that predict ahead are not stored" if stored else "no layer that predicts ahead is stored"
     advice = f"speculative decoding needs them, and --graft BASE takes them; a model without them has {key} 0"
     yield Lack(f"the config has {key} {count}", gap, _names(checkpoint, model, absent), advice)
+
+
+def _is_beyond(name: str, depth: int) -> bool:
+    """Return whether a name has the number of a layer after the last one that is not for predicting ahead."""
+    match = _LAYER.search(name)
+    return match is not None and int(match[1]) >= depth
 
 
 def _layers_in_files(model: Model, line: Line, component: str, positions: Iterable[Index]) -> Iterator[Index]:
