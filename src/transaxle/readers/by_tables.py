@@ -51,12 +51,15 @@ def compare_with_tables(checkpoint: Checkpoint, reader: Reader) -> dict[str, Any
     if unread:
         names = [name for name, each in checkpoint.encoded.items() if each.encoding.name in unread]
         effect = f"{reader.name} does not decode {' and '.join(sorted(unread))}"
-        remedy = (
-            f"Decode these tensors:  transaxle convert {checkpoint.path} DST --to {checkpoint.format} --decode bf16"
-        )
+        remedy = _decode_remedy(checkpoint, reader)
         result["findings"].append({"kind": "values", "wrong": True, "effect": effect, "names": names, "remedy": remedy})
     result["findings"] += _in_another_form(checkpoint, reader)
     return merge_traces(result, _compare(checkpoint, reading.dialect))
+
+
+def _decode_remedy(checkpoint: Checkpoint, reader: Reader) -> str:
+    target = reader.target or reader.dialect
+    return f"Decode all codes:  transaxle convert {checkpoint.path} DST --to {target} --decode bf16"
 
 
 def _in_another_form(checkpoint: Checkpoint, reader: Reader) -> Iterator[dict[str, Any]]:
@@ -78,7 +81,7 @@ def _in_another_form(checkpoint: Checkpoint, reader: Reader) -> Iterator[dict[st
     bare = [name for name in encoded if not _has_codes(described, module_of(name))]
     bare += [name for name in encoded if module_of(name) == _HEAD and not _is_named(described, _HEAD)]
     parts = {part for name in bare for part in encoded[name].parts.values()}
-    decode = f"Decode all codes:  transaxle convert {checkpoint.path} DST --to {reader.dialect} --decode bf16"
+    decode = _decode_remedy(checkpoint, reader)
     lists = "the lists of modules in quantization_config"
     for effect, names in (
         (f"{reader.name} builds these modules for codes, by {lists}, and drops their plain tensors", unlisted),
