@@ -44,10 +44,10 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def served(python: Path, probe: str, folder: Path) -> Iterator[None]:
-    """Run a probe in one process of another environment, for all checks.
+    """Run a probe in one process of its own, for all checks, which then starts only once.
 
     Args:
-        python: the interpreter of that environment.
+        python: the interpreter of the reader's environment.
         probe: name of the probe.
         folder: an empty folder for what the process prints, and for results.
     """
@@ -62,8 +62,11 @@ def served(python: Path, probe: str, folder: Path) -> Iterator[None]:
         ) as server,
     ):
         assert server.stdin is not None
+        run_others = reader_runs._run
 
-        def run(_reader: object, request: Path, result: Path, *_: object) -> Any:
+        def run(reader: Reader, request: Path, result: Path, *options: Any) -> Any:
+            if reader.probe != probe:
+                return run_others(reader, request, result, *options)
             print(json.dumps([str(request), str(result)]), file=server.stdin, flush=True)
             assert server.stdout is not None
             assert server.stdout.readline() == "done\n", errors.read_text("utf-8")[-4000:]

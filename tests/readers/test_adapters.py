@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import transaxle as tx
 from tests.oracles.quiet import quiet
+from tests.readers.conftest import served
 from tests.readers.planted import BASE, FAULTS, LLAMA, make
 from tests.readers.real_readers import run_peft
 
@@ -26,9 +28,8 @@ pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with served(Path(sys.executable), "of_peft", tmp_path_factory.mktemp("cache")):
         yield
 
 
@@ -113,7 +114,6 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.usefixtures("in_process")
 def test_settings_that_are_not_those_of_the_files(adapter: Path, tmp_path: Path) -> None:
     def train(tensors: Tensors) -> None:
         tensors.update({name: 1.5 * value for name, value in tensors.items() if "magnitude" in name or "head" in name})
@@ -128,7 +128,6 @@ def test_settings_that_are_not_those_of_the_files(adapter: Path, tmp_path: Path)
     )
 
 
-@pytest.mark.usefixtures("in_process")
 def test_an_adapter_for_which_peft_changes_its_base(adapter: Path, tmp_path: Path) -> None:
     folder = spoilt(adapter, tmp_path / "pissa", dict, init_lora_weights="pissa", use_dora=False)
     notes = [each for each in tx.check(folder, "peft", config=adapter.parent / BASE).findings if each.kind == "note"]

@@ -144,6 +144,8 @@ def run_reader(
         request["twins"] = [[str(plain), str(stored)] for plain, stored in pairs]
         (folder / "request.json").write_text(json.dumps(request), "utf-8")
         trace = _run(reader, folder / "request.json", folder / "result.json", python, limit)
+    if "unsupported" in trace:
+        raise refuse("UNSUPPORTED", trace["unsupported"], hint="Compare it with another reader:  --for READER")
     if _may_pass(trace):
         return ReaderRun(trace, False)
     try:
@@ -202,8 +204,6 @@ def _run(reader: Reader, request: Path, result: Path, python: str | None, limit:
         message = "\n".join([f"{reader.name} ended with exit code {ended.returncode}", *last])
         raise refuse("UNSUPPORTED", message, hint="Run the reader itself on the checkpoint to see what it lacks.")
     trace: Trace = parse_json(result.read_text("utf-8"))
-    if "unsupported" in trace:
-        raise refuse("UNSUPPORTED", trace["unsupported"], hint="Compare it with another reader:  --for READER")
     return trace
 
 
