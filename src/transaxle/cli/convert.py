@@ -103,10 +103,12 @@ def _largest_errors(measured: Sequence[MeasuredTensor]) -> str:
     )
 
 
-def print_grafted(screen: Screen, grafted: Mapping[str, str]) -> None:
-    """Print the names of the tensors whose values come from another checkpoint than the source."""
+def print_grafted(screen: Screen, grafted: Mapping[str, str], files: Mapping[str, str]) -> None:
+    """Print the names of the tensors and files that come from another checkpoint than the source."""
     for base in dict.fromkeys(grafted.values()):
         screen.some(f"  grafted from {base}: {plural(len(grafted), 'tensor')}", list(fold_to_text(tuple(grafted))))
+    for base in dict.fromkeys(files.values()):
+        screen.line(f"  files of {base}: {', '.join(files)}")
 
 
 def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
@@ -297,7 +299,7 @@ def print_report(screen: Screen, report: Report) -> None:
     if report.checks:
         screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
     print_measured(screen, report.recoded)
-    print_grafted(screen, report.grafted)
+    print_grafted(screen, report.grafted, report.grafted_files)
     print_stayed(screen, report.stayed)
     print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
@@ -548,7 +550,7 @@ def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
     head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
     screen.line((" · ".join(text for text in head if text), "bold"))
     _print_routes(screen, plan)
-    print_grafted(screen, plan.grafted)
+    print_grafted(screen, plan.grafted, plan.grafted_files)
     print_stayed(screen, plan.stayed)
     print_counted(screen, plan.counted)
     print_others(screen, plan.kept, plan.ignored, plan.carried)

@@ -22,7 +22,7 @@ import msgspec
 
 from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import MEASURED_BY_READING, MeasuredTensor, RecodedTensor
-from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Manifest, TensorRecord, encode
+from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Grafted, Manifest, TensorRecord, encode
 from transaxle.engine.checkpoint.source_hashes import HashWitness, hash_evidence
 from transaxle.engine.duplicates import PlannedCheck, compare_copies
 from transaxle.engine.plan.conversion import Prepared
@@ -418,7 +418,7 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
         tensors={
             tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
         },
-        grafted=tuple(plan.grafted) or msgspec.UNSET,
+        grafted=Grafted(tuple(plan.grafted), tuple(plan.grafted_files)) if plan.grafted else msgspec.UNSET,
         source=msgspec.UNSET if without_commit(plan.source) == plan.source else plan.source,
     )
 
@@ -465,6 +465,8 @@ class Report:
     """Tensors that were decoded, encoded or cast, with the errors of their values."""
     grafted: Mapping[str, str] = field(default_factory=dict)
     """Tensor whose values come, at least in part, from another checkpoint -> path of that checkpoint."""
+    grafted_files: Mapping[str, str] = field(default_factory=dict)
+    """File in `carried` that comes from another checkpoint -> path of that checkpoint."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that kept their dtype while other tensors were cast."""
     counted: Mapping[str, int] = field(default_factory=dict)
@@ -551,6 +553,7 @@ def make_report(
         carried=() if single else plan.beside,
         recoded=recoded,
         grafted=plan.grafted,
+        grafted_files={} if single else plan.grafted_files,
         stayed=plan.stayed,
         notes=plan.notes,
         counted=plan.counted,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -247,8 +247,10 @@ def _damage(prepared: Prepared, target: str) -> Iterator[Refusal]:
     storage = checkpoint.container.storage
     carries = not (target and is_one_file(target))
     yield from problems_of(storage, copies_about_use=carries, config_given=checkpoint.settings.config is not None)
-    for container in checkpoint.container.recoding.additional.values():
-        yield from problems_of(container.storage, copies_about_use=False, config_given=True)
+    recoding = checkpoint.container.recoding
+    for container in recoding.additional.values():
+        copies = carries and bool(recoding.grafted_files)
+        yield from problems_of(container.storage, copies_about_use=copies, config_given=True)
 
 
 def watch_source(prepared: Prepared) -> None:
@@ -272,11 +274,13 @@ def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     state = state_of(storage, source_files(prepared), problems)
-    for container in prepared.checkpoint.container.recoding.additional.values():
-        configs = [name for name in (ADAPTER_CONFIG, CONFIG) if name in container.carried]
-        state = digest((state + state_of(container.storage, (*container.files, *configs), problems)).encode())
+    recoding = prepared.checkpoint.container.recoding
+    for container in recoding.additional.values():
+        names = [name for name in (ADAPTER_CONFIG, CONFIG, *recoding.grafted_files) if name in container.carried]
+        state = digest((state + state_of(container.storage, (*container.files, *names), problems)).encode())
     # without paths: the user may type the same path differently, and notes contain paths
-    plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source="", grafted={}, notes=()))
+    paths: dict[str, Any] = {"source": "", "grafted": {}, "grafted_files": {}, "notes": ()}
+    plan_text = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), **paths))
     return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(plan_text))
 
 

@@ -241,6 +241,8 @@ class Recoding(msgspec.Struct, frozen=True):
     `base` from which tensors are grafted."""
     grafted: frozenset[str] = frozenset()
     """Names of the tensors, without buffer suffixes, whose values come from the `base`."""
+    grafted_files: tuple[str, ...] = ()
+    """Names of the files without tensors, such as those of a tokenizer, that come from the `base`."""
     notes: tuple[str, ...] = ()
     """Sentences about the decoding, casts and merges, which are shown together with a conversion plan."""
     compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)

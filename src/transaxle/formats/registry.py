@@ -729,13 +729,13 @@ model's config."""
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file in which peft describes an adapter."""
-_MODEL_FILES = (
-    CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
-    "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
-    "video_preprocessor_config.json", "spiece.model", "sentencepiece", "tiktoken", "tekken.json",
+USE_FILES = (
+    ("generation_config.json",),
+    ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    ("tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.", "merges.txt", "chat_template",
+     "spiece.model", "sentencepiece", "tiktoken", "tekken.json"),
 )  # fmt: skip
-"""Beginnings of the names of the small files of a model. Only these are copied with a single tensor file, which may be
-in any folder, and from the folder of a training run, which also contains logs."""
+"""For each kind of file for the use of a model, the beginnings of its names. Logs of a training run have others."""
 _DOCUMENTS = (".md", "license", "license.txt", "notice", "notice.txt")
 """Endings of the names of files that only people read."""
 
@@ -747,7 +747,7 @@ def is_for_people(name: str) -> bool:
 
 def is_of_model(name: str) -> bool:
     """Return whether a file belongs to a model, such as the model's config or tokenizer."""
-    return name.startswith(_MODEL_FILES)
+    return name.startswith(CONFIG) or any(map(name.startswith, USE_FILES))
 
 
 def is_for_use(name: str) -> bool:

@@ -177,7 +177,7 @@ def _other_names_section(report: Report) -> Iterator[Section]:
         ("name unchanged: no rule in the target dialect", report.kept),
         ("file copied", report.carried),
         ("left behind", report.ignored),
-        ("grafted from another checkpoint", tuple(report.grafted)),
+        ("grafted from another checkpoint", (*report.grafted, *report.grafted_files)),
         ("dtype unchanged", report.stayed),
     )
     rows = [(what, row.name, row.count) for what, names in listed for row in fold(sorted(names, key=natural))]
@@ -544,7 +544,7 @@ def _other_tensors(plan: Plan) -> Iterator[Section]:
         ("name unchanged: no rule in the target dialect", plan.kept),
         ("file copied", plan.carried),
         ("left behind", plan.ignored),
-        ("grafted from another checkpoint", tuple(plan.grafted)),
+        ("grafted from another checkpoint", (*plan.grafted, *plan.grafted_files)),
         ("dtype unchanged", plan.stayed),
     )
     rows = [(what, row.name, row.count) for what, names in listed for row in fold(sorted(names, key=natural))]

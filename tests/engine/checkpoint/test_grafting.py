@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,50 @@ def test_a_layer_ahead_comes_from_the_base_bit_by_bit(form: str, bare: bool, fol
     _same(tmp_path / "out", expected)
     grafted = {name for name in expected if name.startswith(AHEAD)}
     assert report.grafted == dict.fromkeys(grafted, str(folders / "base"))
-    assert set(json.loads((tmp_path / "out" / "transaxle.json").read_text())["grafted"]) == grafted
+    assert set(json.loads((tmp_path / "out" / "transaxle.json").read_text())["grafted"]["tensors"]) == grafted
     assert _config(tmp_path / "out")["num_nextn_predict_layers"] == 1
     assert any("config.json" in note and str(folders / "base") in note for note in report.notes)
     assert tx.verify(source, tmp_path / "out", graft=folders / "base")
     assert not tx.diff(folders / "source", tmp_path / "out")
+
+
+def _with_texts(folder: Path, source: Path, texts: Mapping[str, str]) -> Path:
+    """Copy a checkpoint, and write text files beside it."""
+    shutil.copytree(source, folder)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+GENERATION, PROCESSOR = "generation_config.json", "preprocessor_config.json"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+OTHER = ("run.log", "LICENSE")
+
+
+@pytest.mark.parametrize("form", ["hf", "torch_dist"])
+@pytest.mark.parametrize("own", [(), ("tokenizer.json", GENERATION)], ids=["none", "a tokenizer"])
+def test_files_of_kinds_that_the_source_lacks_come_along(
+    own: tuple[str, ...], form: str, folders: Path, tmp_path: Path
+) -> None:
+    texts = dict.fromkeys((*TOKENIZER, GENERATION, PROCESSOR, *OTHER), "base")
+    base = _with_texts(tmp_path / "base", folders / "base", texts)
+    source, out = _with_texts(tmp_path / "source", folders / "source", dict.fromkeys(own, "own")), tmp_path / "out"
+    planned = tx.plan(source, out, to=form, graft=base).grafted_files
+    report = tx.convert(source, out, to=form, graft=base, verify=True)
+    taken = {PROCESSOR} if own else {*TOKENIZER, GENERATION, PROCESSOR}
+    assert {Path(name).name for name in planned} == taken
+    assert report.as_json()["grafted_files"] == planned == dict.fromkeys(planned, str(base))
+    assert json.loads((out / "transaxle.json").read_text())["grafted"]["files"] == [*planned]
+    written = {path.name: path.read_text() for path in out.rglob("*") if path.name in texts}
+    assert written == dict.fromkeys(taken, "base") | dict.fromkeys(own, "own")
+
+
+def test_a_damaged_file_of_the_base_is_refused(folders: Path, tmp_path: Path) -> None:
+    base = _with_texts(tmp_path / "files", folders / "base", {TOKENIZER[0]: "a tokenizer"})
+    tx.convert(base, tmp_path / "base", to="hf")
+    (tmp_path / "base" / TOKENIZER[0]).write_bytes(b"a tokeni\xff\x00r")
+    with demand_refusal("CORRUPT", TOKENIZER[0]):
+        tx.convert(folders / "source", tmp_path / "out", to="hf", graft=tmp_path / "base")
 
 
 def test_a_base_in_another_dialect_has_no_copies_to_give(folders: Path, tmp_path: Path) -> None:

@@ -42,8 +42,9 @@ from transaxle.engine.views.encode import select_names
 from transaxle.engine.views.encoded import View, describes_codes
 from transaxle.engine.wording import plural
 from transaxle.errors import LACKING, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.catalog import Container, Entry, Extent, nbytes
-from transaxle.formats.storage.storage import InMemoryFile, VirtualFile, VirtualFiles
+from transaxle.formats.catalog import Container, Entry, Extent, Recoding, nbytes
+from transaxle.formats.registry import USE_FILES
+from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFile, VirtualFiles
 from transaxle.formats.training_state import OPTIMIZER, is_extra_state
 from transaxle.move.transfer import Transfer
 
@@ -97,6 +98,21 @@ class _DecodedFile(_GraftedFile, frozen=True):
         """Return the error of all decoded values; see `ComputedTensor`."""
         measured = [decoder.measure() for decoder in self.decoders]
         return reduce(add, (error for error, _ in measured), Error()), sum(infinite for _, infinite in measured)
+
+
+class _CopiedFile(msgspec.Struct, frozen=True):
+    """A virtual file with the bytes of a file of the base."""
+
+    nbytes: int
+    """Size of the virtual file in bytes; see `VirtualFile`."""
+    storage: Storage
+    """The storage that reads the base."""
+    name: str
+    """Name of the file in the base."""
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with bytes of the file; see `VirtualFile`."""
+        self.storage.read_into(self.name, offset, view)
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -183,17 +199,26 @@ def with_graft(view: View, container: Container) -> View:
     )
 
 
-def read_from(outputs: Iterable[OutputTensor], names: Collection[str]) -> Iterator[str]:
-    """Yield the names of the output tensors that are read, at least in part, from the given source tensors.
+def plan_grafts(
+    recoding: Recoding, outputs: Iterable[OutputTensor], prefix: str, carried: Collection[str]
+) -> dict[str, Any]:
+    """Return the fields of a plan that name what comes, at least in part, from the base of a graft.
 
     Args:
-        outputs: the output tensors of a plan.
-        names: names of source tensors, without buffer suffixes.
+        recoding: how the source differs from its files.
+        outputs: the output tensors of the plan.
+        prefix: text before the names of copied files in the target.
+        carried: target names of the copied files.
     """
+    names, grafted, files = recoding.grafted, list[str](), {prefix + name for name in recoding.grafted_files}
     for output in outputs if names else ():
         origins = (origin.name.partition("\0")[0] for part in output.target.parts for origin in part.origins)
         if any(origin in names for origin in origins):
-            yield output.name
+            grafted.append(output.name)
+    return {
+        "grafted": dict.fromkeys(grafted, recoding.base),
+        "grafted_files": {name: recoding.base for name in carried if name in files},
+    }
 
 
 class _Grafting:
@@ -233,7 +258,7 @@ class _Grafting:
         complete = partial(self._complete, chosen)
         self._check_sizes(complete(self._source.config), chosen)
         checkpoint = self._with_tensors(chosen, replaced)
-        return self._with_configs(checkpoint, chosen, complete)
+        return self._with_configs(self._with_use_files(checkpoint), chosen, complete)
 
     def _decode_base(self) -> None:
         """Decode those quantized tensors of the base whose encoding or convention the source does not have."""
@@ -488,6 +513,24 @@ class _Grafting:
             return group.source.transfers(target)
         except TransaxleError as error:
             raise gathered(_of_base(refusal, self._base.path) for refusal in error.refusals) from None
+
+    def _with_use_files(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the grafted checkpoint with files about the use of the model that the source lacks.
+
+        Files of a kind are taken only if the source has none of them: a tokenizer of two checkpoints would be a third.
+        """
+        container, base = checkpoint.container, self._base.container
+        present = (*container.carried, *container.ignored)
+        kinds = tuple(kind for kind in USE_FILES if not any(name.startswith(kind) for name in present))
+        names = tuple(name for name in base.carried if any(map(name.startswith, kinds)))
+        files = {name: _CopiedFile(base.storage.size(name), base.storage, name) for name in names}
+        container = replace(
+            container,
+            storage=VirtualFiles(container.storage, files, listed=names),
+            carried=(*container.carried, *names),
+            recoding=replace(container.recoding, grafted_files=names),
+        )
+        return type(checkpoint)(container, checkpoint.settings, None, None)
 
     def _with_configs(
         self, checkpoint: Checkpoint, chosen: Sequence[_Group], complete: Callable[[Mapping[str, Any]], dict[str, Any]]

@@ -68,6 +68,15 @@ class TensorRecord(msgspec.Struct, frozen=True):
     """
 
 
+class Grafted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a checkpoint has from another checkpoint than the source."""
+
+    tensors: tuple[str, ...]
+    """Stored names of tensors."""
+    files: tuple[str, ...] = ()
+    """Names of files without tensors."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the manifest `transaxle.json`."""
 
@@ -87,8 +96,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """File name -> size and hash of the file, for every file except the manifest."""
     tensors: dict[str, TensorRecord]
     """Stored tensor name -> dtype, shape and hash, for every tensor."""
-    grafted: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
-    """Stored names of the tensors that come from another checkpoint than the source; unset if there are none."""
+    grafted: Grafted | msgspec.UnsetType = msgspec.UNSET
+    """What comes from another checkpoint than the source; unset if nothing does."""
     source: str | msgspec.UnsetType = msgspec.UNSET
     """URL of the source if its content can never change: a hub's repository at a fixed commit."""
     checksum: str = ""

@@ -24,7 +24,7 @@ from transaxle.axes.layout.relayout import chunk_cuts
 from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.checkpoint.grafting import read_from
+from transaxle.engine.checkpoint.grafting import plan_grafts
 from transaxle.engine.checkpoint.peft_adapter import ADAPTER_STEM
 from transaxle.engine.checkpoint.promised import find_lacks
 from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, other_meaning, pick_dialect
@@ -181,7 +181,7 @@ def make_plan(
         refusals=tuple(problems),
         recoded=value_changes(checkpoint, outputs, tensors) if recodes else (),
         computed=steps_by_file(checkpoint.container),
-        grafted=dict.fromkeys(read_from(outputs.values(), recoding.grafted), recoding.base),
+        **plan_grafts(recoding, outputs.values(), path_in(get_format(form).model_folder, ""), carried),
         allow_lossy=allow_lossy,
         stayed=recoding.stayed,
         counted=axes_without_size(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},

@@ -303,6 +303,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether loss is allowed: rounding by a dialect's arithmetic, or casts that turn finite values into infinities."""
     grafted: dict[str, str] = {}
     """Target tensor whose values come, at least in part, from another checkpoint -> path of that checkpoint."""
+    grafted_files: dict[str, str] = {}
+    """Target file in `carried` that comes from another checkpoint -> path of that checkpoint."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that keep their dtype while other tensors are cast."""
     counted: dict[str, int] = {}
