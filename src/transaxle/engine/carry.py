@@ -418,9 +418,14 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
         tensors={
             tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
         },
-        grafted=Grafted(tuple(plan.grafted), tuple(plan.grafted_files)) if plan.grafted else msgspec.UNSET,
+        grafted=_graft_record(plan, prepared.checkpoint.container.recoding) if plan.grafted else msgspec.UNSET,
         source=msgspec.UNSET if without_commit(plan.source) == plan.source else plan.source,
     )
+
+
+def _graft_record(plan: Plan, recoding: Recoding) -> Grafted:
+    base = display_path(recoding.base)
+    return Grafted(base, tuple(plan.grafted), tuple(plan.grafted_files), recoding.base_checksum)
 
 
 def _file_record(file_size: int, fragments: Sequence[Fragment]) -> FileRecord:

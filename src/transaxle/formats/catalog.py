@@ -243,6 +243,8 @@ class Recoding(msgspec.Struct, frozen=True):
     """Names of the tensors, without buffer suffixes, whose values come from the `base`."""
     grafted_files: tuple[str, ...] = ()
     """Names of the files without tensors, such as those of a tokenizer, that come from the `base`."""
+    base_checksum: str = ""
+    """Checksum of the manifest of the `base`; empty if no valid manifest describes it."""
     notes: tuple[str, ...] = ()
     """Sentences about the decoding, casts and merges, which are shown together with a conversion plan."""
     compact: Mapping[str, Entry] = msgspec.field(default_factory=dict)

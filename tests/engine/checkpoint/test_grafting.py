@@ -151,6 +151,15 @@ def test_files_of_kinds_that_the_source_lacks_come_along(
     assert written == dict.fromkeys(taken, "base") | dict.fromkeys(own, "own")
 
 
+def test_the_manifest_says_from_which_base(folders: Path, tmp_path: Path) -> None:
+    tx.convert(folders / "base", tmp_path / "base", to="dcp:automodel")
+    written = json.loads((tmp_path / "base" / "transaxle.json").read_text())["checksum"]
+    for base, checksum in ((folders / "base", None), (tmp_path / "base", written)):
+        tx.convert(folders / "source", tmp_path / "out", to="hf", graft=base, verify=True, overwrite=True)
+        grafted = json.loads((tmp_path / "out" / "transaxle.json").read_text())["grafted"]
+        assert (grafted["base"], grafted.get("checksum")) == (str(base), checksum)
+
+
 def test_a_damaged_file_of_the_base_is_refused(folders: Path, tmp_path: Path) -> None:
     base = _with_texts(tmp_path / "files", folders / "base", {TOKENIZER[0]: "a tokenizer"})
     tx.convert(base, tmp_path / "base", to="hf")

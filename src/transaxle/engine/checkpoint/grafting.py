@@ -170,7 +170,10 @@ def graft_tensors(source: Checkpoint, base: Checkpoint, over: Sequence[str]) -> 
         UsageError: with code AMBIGUOUS, if nothing is missing, or a pattern matches nothing; with UNKNOWN_FAMILY, if no
             table reads one of the checkpoints.
     """
-    return _Grafting(source, base.without_optimizer(), over).run()
+    checkpoint = _Grafting(source, base.without_optimizer(), over).run()
+    checksum = "" if base.manifest is None else base.manifest.checksum
+    recoding = replace(checkpoint.container.recoding, base_checksum=checksum)
+    return type(source)(replace(checkpoint.container, recoding=recoding), checkpoint.settings, None, None)
 
 
 def with_graft(view: View, container: Container) -> View:

@@ -71,10 +71,14 @@ class TensorRecord(msgspec.Struct, frozen=True):
 class Grafted(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a checkpoint has from another checkpoint than the source."""
 
+    base: str
+    """Path of the other checkpoint, as the user typed it; for a repository on a hub, with the commit."""
     tensors: tuple[str, ...]
     """Stored names of tensors."""
     files: tuple[str, ...] = ()
     """Names of files without tensors."""
+    checksum: str = ""
+    """Checksum of the other checkpoint's manifest; empty if it has none, or has changed since."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
