@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -240,3 +241,23 @@ def test_wrong_arguments_and_paths_say_so(hub_folder: Path, tmp_path: Path) -> N
         load(state, storage_reader=tx.dcp.Reader(hub_folder))
     with pytest.raises(CheckpointException, match="no such file or folder"):
         load(state, storage_reader=tx.dcp.Reader(tmp_path / "none"))
+
+
+def _in_pairs(rank: int, world: int, folder: str, source: str) -> None:
+    """Save and load with a process group that has two of the ranks."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+    own_pair = pairs[rank // 2]
+    state = build(MOE, ALONE, meta=False).state_dict()
+    load(state, storage_reader=tx.dcp.Reader(source, "transformers"), process_group=own_pair)
+    writer = tx.dcp.Writer(f"{folder}-{rank // 2}", to="hf", config=MOE, group=own_pair)
+    save(state, storage_writer=writer, process_group=own_pair)
+    other_group = tx.dcp.Writer(f"{folder}-refused", to="hf", config=MOE)
+    with pytest.raises(CheckpointException, match="Give Writer the group="):
+        save(state, storage_writer=other_group, process_group=own_pair)
+
+
+def test_some_of_the_ranks_save_and_load(hub_folder: Path, tmp_path: Path) -> None:
+    run(4, _in_pairs, str(tmp_path / "out"), str(hub_folder))
+    assert tx.diff(hub_folder, tmp_path / "out-0").equal
+    assert tx.diff(hub_folder, tmp_path / "out-1").equal
+    assert not (tmp_path / "out-refused").exists()

@@ -180,7 +180,9 @@ class Reader(StorageReader):
                 CORRUPT if bytes do not match their checksum, or a file was rewritten.
             StorageError: with the code IO if a file cannot be read.
         """
-        checkpoint, world = self._open(), _world_of(plan.storage_data, None)
+        checkpoint, world = self._open(), World()
+        if world.size != plan.storage_data:
+            world = World.alone()  # torch was given some of the ranks, and does not say which
         boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         with world.together():
             targets = [planner.resolve_tensor(item).detach() for item in boxes]
@@ -381,7 +383,7 @@ class Writer(StorageWriter):
         Raises:
             TransaxleError: raised on every rank; the target is unchanged after an error.
         """
-        world, clock = _world_of(plan.storage_data, self._group), Clock()
+        world, clock = _ranks_of(plan.storage_data, self._group), Clock()
         with world.together():
             entries = self._sort(plan.items, planner)
             tensors = {name: _part(name, items, planner) for name, items in entries.boxes.items()}
@@ -449,8 +451,8 @@ class Writer(StorageWriter):
         return self._dst or ""
 
 
-def _world_of(count: int, group: Ranks | None) -> World:
-    """Return the ranks that load or save together.
+def _ranks_of(count: int, group: Ranks | None) -> World:
+    """Return the ranks that save together.
 
     Args:
         count: number of ranks that take part in the call of torch.
@@ -464,7 +466,7 @@ def _world_of(count: int, group: Ranks | None) -> World:
     world = World(group)
     if world.size != count:
         message = f"{count} ranks take part in this call of torch, and the group has {world.size}"
-        raise refuse("UNSUPPORTED", message, hint="Give the same group= here as process_group= there.")
+        raise refuse("UNSUPPORTED", message, hint="Give Writer the group= that is process_group= of the call.")
     return world
 
 
