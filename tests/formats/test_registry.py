@@ -23,11 +23,13 @@ from transaxle.formats.store.staging import storage_at
 
 PACKAGE = Path(transaxle.__file__).parent
 SPELLED_ELSEWHERE = {
+    "__init__.py": "the name of a module",
     "cli/info.py": "a package that may be installed",
     "engine/checkpoint/settings.py": "an example in an error",
     "options.py": "an example of a value, for errors",
     "formats/training_state.py": "a key of the metadata",
     "readers/reader.py": "formats that other programs open, which are theirs",
+    "readers/probes/of_deepspeed.py": "the name of a package",
     "readers/probes/of_torchtitan.py": "the format in its request",
     "readers/probes/of_vllm.py": "a value of an option of vLLM's",
 }
