@@ -111,7 +111,8 @@ MANY = ["a", "list"]
 WRONG: dict[str, tuple[Any, ...]] = {
     "a": (3, None), "axes": (3, [3], {"g": "8"}, {"g": 1.5}), "address": (29600, None, ("here", 29600)), "b": (3,),
     "bucket": (1.5, MANY, True, None), "refusal_code": (3, None, MANY), "config": (3, MANY, b"{}"), "decode": (3, MANY),
-    "device": (1.5, MANY), "dialect": (3, Path("hf"), MANY), "dst": (3, None, b"out"), "dtype": (3, MANY, float),
+    "device": (1.5, MANY), "device_mesh": ("tp", 2),
+    "dialect": (3, Path("hf"), MANY), "dst": (3, None, b"out"), "dtype": (3, MANY, float),
     "encode": (3, MANY), "ep": ("ep", 2), "family": (3, MANY), "format": (3, Path("dcp")), "group": ("all", 0, [0, 1]),
     "jobs": ("two", 1.5, True), "memory": (1.5, MANY, True), "merge": (3, b"adapter"), "mesh": ("tp", 2),
     "base": (3, None, b"base"), "graft": (3, b"base"), "graft_over": (3, [3]), "over": (3, [3]),
@@ -161,6 +162,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "VllmRefit": given(src_state=state, engine="http://127.0.0.1:1"), "VllmRefit.push": given(self=None),
         "VllmSource": given(state=state), "meet": given(address="127.0.0.1:1", number=0, size=1),
         "supports": given(config={}, target="hf"),
+        "from_pretrained": given(model_class=torch.nn.Linear, src=src), "save_pretrained": given(model=model, dst=out),
         "state_dict_as": recast, "loadable_as": recast, "AccelerateHooks": given(model=model),
         "LightningCheckpoints": given(module=model), "tensor_parallel": given(model=model, mesh=None),
         "GroupedLinear": given(num_gemms=1, in_features=2, out_features=2),

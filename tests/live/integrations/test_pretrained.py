@@ -59,7 +59,8 @@ def test_a_lost_tensor_and_codes_are_refused(hub: Path, tmp_path: Path) -> None:
     tx.convert(hub, tmp_path / "codes", to="hf", encode="mxfp8", skip="*down_proj*")
     with refuses("UNSUPPORTED", exit_code=3, hint='decode="bf16"'):
         tx.from_pretrained(AutoModelForCausalLM, tmp_path / "codes")
-    decoded = tx.from_pretrained(AutoModelForCausalLM, tmp_path / "codes", decode="fp32")
+    with tx.open(tmp_path / "codes", decode="fp32") as shown:
+        decoded = tx.from_pretrained(AutoModelForCausalLM, shown)
     assert (_logits(decoded) - _logits(_own(hub, dtype=torch.float32))).abs().max() < 0.3
     deeper, shallow = {**LLAMA, "num_hidden_layers": 3}, source(tmp_path / "llama", LLAMA)
     with pytest.raises(tx.TransaxleError) as caught:

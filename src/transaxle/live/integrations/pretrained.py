@@ -22,7 +22,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from transaxle.arguments import Config, DType, Overwrite, PathLike, wrong_type
+from transaxle.arguments import (
+    Config,
+    DType,
+    Overwrite,
+    PathLike,
+    read_path,
+    read_source,
+    read_text,
+    suggests,
+    wrong_type,
+)
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.errors import refuse
@@ -31,23 +41,23 @@ from transaxle.live.load_plan import open_source
 from transaxle.live.model.destination import SaveReport
 from transaxle.live.save import collect, read_settings, write_checkpoint
 from transaxle.live.transport.world import Clock, World
-from transaxle.torch_tensors import Device, Ranks, innermost, read_dtype
+from transaxle.torch_tensors import Device, Ranks, innermost, read_device, read_dtype, read_optional_dtype, torch_dtype
 
 GENERATION = "generation_config.json"
 _QUANTIZATION = "quantization_config"
 
 
+@suggests
 def from_pretrained(
     model_class: Any,
     src: CheckpointLike,
     *,
     config: Config | None = None,
-    dtype: DType | torch.dtype | None = None,
+    dtype: DType | None = None,
     tp_plan: Mapping[str, str] | str | None = None,
     device_mesh: DeviceMesh | None = None,
     parallelize: Callable[[Any], object] | None = None,
     device: Device | None = None,
-    **opening: Any,
 ) -> Any:
     """Return a model of transformers with the weights of any checkpoint, ready to compute; all ranks must call this.
 
@@ -56,15 +66,15 @@ def from_pretrained(
 
     Args:
         model_class: a class of models, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
-        src: path or URL of a checkpoint of any format and dialect, or an open checkpoint.
-        config: the model's config: a path, a mapping or an object with `to_dict()`; None means the checkpoint's.
+        src: path or URL of a checkpoint of any format and dialect, or an open checkpoint, such as one that is decoded.
+        config: the model's config: a path, a mapping or an object with `to_dict()`; None means the checkpoint's. Pass
+            it to `open` instead, if the checkpoint is already open.
         dtype: dtype of the model's parameters, to which stored values are cast; None means that of decoded tensors, of
             the config, or of most stored tensors.
         tp_plan: tensor parallelism as transformers does it: `auto`, or pattern of a module -> style.
         device_mesh: mesh of one dim with all ranks, for `tp_plan`, which is `auto` if it is None.
         parallelize: function that divides the model before it has memory, such as calls of `fully_shard`.
         device: device of parameters that `parallelize` does not place; None means the current GPU, or the CPU.
-        **opening: options of `open`, such as `decode` and `graft`; not with an open checkpoint.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -72,9 +82,13 @@ def from_pretrained(
             the checkpoint does not fill the model.
     """
     world = World()
-    own_config = model_config(config)
-    opening = {**opening, "config": own_config} if own_config is not None else opening
-    with open_source(src, world, opening) as checkpoint:
+    with world.together():
+        source = src if isinstance(src, Checkpoint) else read_source("src", src)
+        own_config, place = model_config(config), read_device("device", device)
+        own_dtype = read_optional_dtype("dtype", dtype)
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            raise wrong_type("device_mesh", "a DeviceMesh of one dim", device_mesh)
+    with open_source(source, world, {"config": own_config}) as checkpoint:
         with world.together():
             settings = own_config if own_config is not None else checkpoint.config
             if not settings.get("model_type"):
@@ -82,14 +96,16 @@ def from_pretrained(
                 raise refuse("UNKNOWN_FAMILY", message, file=checkpoint.path, hint="Give config=, such as config.json.")
             if checkpoint.encoded:
                 message = f"{len(checkpoint.encoded):,} of its tensors are quantized"
-                raise refuse("UNSUPPORTED", message, file=checkpoint.path, hint='Decode them: decode="bf16".')
-            model = _build(model_class, settings, read_dtype("dtype", _dtype_of(checkpoint, settings, dtype)))
+                raise refuse(
+                    "UNSUPPORTED", message, file=checkpoint.path, hint='Decode them: tx.open(path, decode="bf16").'
+                )
+            model = _build(model_class, settings, own_dtype or _dtype_of(checkpoint, settings))
         if tp_plan is not None or device_mesh is not None:
             _apply_plan(model, tp_plan, device_mesh, world)
         if parallelize is not None:
             parallelize(model)
         kind = str(next(model.parameters()).dtype).removeprefix("torch.")
-        load(model, checkpoint, device=device, dtype=_SHORT.get(kind))
+        load(model, checkpoint, device=place, dtype=_SHORT.get(kind))
         generation = checkpoint.container.storage
         if GENERATION in checkpoint.container.carried and hasattr(model, "generation_config"):
             _set_generation(model, generation.read(GENERATION, 0, generation.size(GENERATION)))
@@ -98,21 +114,21 @@ def from_pretrained(
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """torch's name of a dtype -> its short name."""
-_CODES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-"""safetensors code of a dtype -> its short name."""
+_CODES = frozenset({"BF16", "F16", "F32"})
+"""safetensors codes of the dtypes of parameters."""
 
 
-def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any], dtype: DType | torch.dtype | None) -> Any:
-    """Return the dtype of the model's parameters, in any spelling."""
+def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of decoded tensors, of the config, or of most stored tensors."""
     names = [name for name in checkpoint.decoded if name in checkpoint] or [*checkpoint]
-    stated = dtype or (settings.get("dtype") or settings.get("torch_dtype") if not checkpoint.decoded else None)
-    if stated is not None:
-        return stated
+    stated = settings.get("dtype") or settings.get("torch_dtype")
+    if stated is not None and not checkpoint.decoded:
+        return read_dtype("dtype", stated)
     elements: dict[str, int] = {}
     for tensor in map(checkpoint.__getitem__, names):
         if tensor.dtype in _CODES:
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.nbytes
-    return _CODES[max(elements, key=lambda code: elements[code])] if elements else "fp32"
+    return torch_dtype(max(elements, key=lambda code: elements[code])) if elements else torch.float32
 
 
 def _build(model_class: Any, settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
@@ -154,6 +170,7 @@ def _set_generation(model: Any, octets: bytes) -> None:
     model.generation_config = GenerationConfig.from_dict(json.loads(octets))
 
 
+@suggests
 def save_pretrained(
     model: nn.Module,
     dst: PathLike,
@@ -162,7 +179,7 @@ def save_pretrained(
     tokenizer: Any = None,
     group: Ranks | None = None,
     overwrite: Overwrite = False,
-    **saving: Any,
+    config: Config | None = None,
 ) -> SaveReport:
     """Save a model of transformers, divided in any way, as a complete folder for a hub; all ranks must call this.
 
@@ -176,18 +193,21 @@ def save_pretrained(
         tokenizer: tokenizer or processor of the model, which is saved too.
         group: the ranks that save together; None means all ranks.
         overwrite: whether to replace the checkpoint at `dst`, as for `save`.
-        **saving: further options of `save`: `config`, `verify` and others.
+        config: the config to write: a path, a mapping or an object with `to_dict()`; None means `model.config`.
 
     Raises:
         TypeError: if an argument has the wrong type.
         TransaxleError: raised on every rank; the target is unchanged after an error, unless `verify` found the error.
     """
+    target = read_path("dst", dst)
+    read_text("to", to, "safetensors:hf")
+    own_config, world, clock = model_config(config), World(group), Clock()
     inner = innermost(model)
     if not hasattr(inner, "config") or not hasattr(inner, "generation_config"):
         raise wrong_type("model", "a model of transformers", model)
-    world, clock = World(group), Clock()
     files = world.pool(lambda: _files_of(inner, tokenizer) if world.rank == world.ranks[0] else {})[0]
-    settings_of = partial(read_settings, dst, to, overwrite=overwrite, **{"config": _config_of(inner), **saving})
+    written_config = own_config if own_config is not None else _config_of(inner)
+    settings_of = partial(read_settings, target, to, overwrite=overwrite, config=written_config)
     with clock.stage("plan"):
         settings, collected = collect(settings_of, model, None, None, world)
     return write_checkpoint(settings, replace(collected, files={**collected.files, **files}), world, clock)
