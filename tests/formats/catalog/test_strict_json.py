@@ -111,7 +111,7 @@ _READ_ELSEWHERE = {
     "engine/plan/rank_parts.py": "shipped",
     **{
         f"readers/probes/{name}.py": "runs without this package, on what it wrote"
-        for name in ("headers", "of_gguf", "of_peft", "of_torchtitan", "of_vllm")
+        for name in ("headers", "of_compressed_tensors", "of_gguf", "of_peft", "of_torchtitan", "of_vllm")
     },
     "encodings/conventions/torchao_convention.py": "notes inside the text of a header; no key twice",
 }  # fmt: skip

@@ -36,6 +36,7 @@ from transaxle.arguments import (
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.errors import refuse
+from transaxle.formats.storage.storage import parse_json
 from transaxle.live.load import load
 from transaxle.live.load_plan import open_source
 from transaxle.live.model.destination import SaveReport
@@ -167,7 +168,7 @@ def _apply_plan(model: Any, plan: Mapping[str, str] | str | None, mesh: DeviceMe
 def _set_generation(model: Any, octets: bytes) -> None:
     from transformers import GenerationConfig
 
-    model.generation_config = GenerationConfig.from_dict(json.loads(octets))
+    model.generation_config = GenerationConfig.from_dict(parse_json(octets.decode()))
 
 
 @suggests
@@ -231,6 +232,6 @@ def _files_of(model: Any, tokenizer: Any) -> dict[str, bytes]:
 def _config_of(model: Any) -> dict[str, Any]:
     """Return the config as transformers saves it, with the class of the model and its dtype."""
     classes = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    config: dict[str, Any] = parse_json(model.config.to_json_string(use_diff=True))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {**config, "architectures": [next(classes).__name__], "dtype": dtype}
