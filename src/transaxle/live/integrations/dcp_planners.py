@@ -437,7 +437,7 @@ class SavePlanner(_Translating, DefaultSavePlanner):
             home = _home(flat)
             tensors, non_tensors = _split_tensors(flat, home)
             translated = state_dict_as(tensors, self._dialect, **self._dialect_options)
-            state_dict = {**{_flat(name, home): value for name, value in translated.items()}, **non_tensors}
+            state_dict = {**{torch_name(name, home): value for name, value in translated.items()}, **non_tensors}
         super().set_up_planner(as_runs(state_dict), storage_meta, is_coordinator)
 
 
@@ -531,13 +531,13 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             {**{name: tensor for name, tensor in read_into.items() if name not in wholes}, **members}
         )
         doubled = [stem for stem in stems if stem.copies and not self._trusts]
-        self._requested = {**{_flat(name, self._home): value for name, value in read_into.items()}, **non_tensors}
+        self._requested = {**{torch_name(name, self._home): value for name, value in read_into.items()}, **non_tensors}
         if doubled:
             check = DualFormCheck(doubled, stored, read_into)
             self._final_steps.insert(0, check.finish)
             read_into = check.read
         if read_into is not tensors:
-            state_dict = {**{_flat(name, self._home): value for name, value in read_into.items()}, **non_tensors}
+            state_dict = {**{torch_name(name, self._home): value for name, value in read_into.items()}, **non_tensors}
         super().set_up_planner(as_runs(state_dict), metadata, is_coordinator)
 
     def _reset_missing_histories(
@@ -653,7 +653,7 @@ def _home(flat: Iterable[str]) -> str:
 
 def _split_tensors(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split a flattened state dict into Transaxle's tensor name -> tensor, and key -> entry that is not a tensor."""
-    tensors = {_slot_name(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    tensors = {slot_name(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
 
 
@@ -664,14 +664,14 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 def _tensors_of(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
     """Return Transaxle's tensor name -> tensor, for the tensors of a checkpoint."""
     items = {} if metadata is None else metadata.state_dict_metadata
-    return {_slot_name(name, home): item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
+    return {slot_name(name, home): item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def _sizes(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(metadata.size) for name, metadata in stored.items()}
 
 
-def _slot_name(name: str, home: str) -> str:
+def slot_name(name: str, home: str) -> str:
     """Return Transaxle's name for a tensor: torch's `optimizer.state.<parameter>.<state>` becomes
     `optim/<parameter>/<state>`.
     """
@@ -679,8 +679,8 @@ def _slot_name(name: str, home: str) -> str:
     return join_slot(parameter, slot) if name.startswith(home) and dot else name
 
 
-def _flat(name: str, home: str) -> str:
-    """Return torch's name for a tensor, given the name `optim/<parameter>/<state>`; `_slot_name` converts in the
+def torch_name(name: str, home: str) -> str:
+    """Return torch's name for a tensor, given the name `optim/<parameter>/<state>`; `slot_name` converts in the
     opposite direction.
     """
     parameter, slot = split_slot(name)

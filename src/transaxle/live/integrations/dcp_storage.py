@@ -50,7 +50,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
 from transaxle.arguments import Overwrite, PathLike, read_count, read_path, read_text
-from transaxle.axes.layout.bind import join_slot, split_slot
+from transaxle.axes.layout.bind import split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.duplicates import compare_copies, plan_checks
@@ -58,6 +58,7 @@ from transaxle.engine.views.decoded import rename_groups
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import nbytes
 from transaxle.formats.training_state import GROUPS, KEPT, PARAMS, ParamGroup
+from transaxle.live.integrations.dcp_planners import slot_name, torch_name
 from transaxle.live.load import reading_limits
 from transaxle.live.load_plan import check_read, compare_openings, identify_opening
 from transaxle.live.model.destination import (
@@ -254,11 +255,10 @@ class Reader(StorageReader):
     def _list_tensors(self, checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
         """Yield (name in the state dict, tensor)."""
         for name, tensor in checkpoint.items():
-            parameter, slot = split_slot(name)
-            if not slot:
+            if not split_slot(name)[1]:
                 yield _join(self._model, name), tensor
             elif self._optimizer is not None:
-                yield _join(self._optimizer, _STATE, parameter, slot), tensor
+                yield torch_name(name, f"{_join(self._optimizer, _STATE)}."), tensor
 
     def _settings(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
         """Yield (name in the state dict, value) for the settings of parameter groups, as a list and flattened."""
@@ -425,11 +425,9 @@ class Writer(StorageWriter):
         if any(_inside(name, key) for key in self._leave_out):
             return ""
         if self._optimizer is not None and (inside := _inside(name, self._optimizer)):
-            state, _, slot_name = inside.partition(".")
-            parameter, _, slot = slot_name.rpartition(".")
-            if state == _STATE and parameter:
-                return join_slot(parameter, slot)
-            if state == GROUPS:
+            if (of_state := slot_name(name, f"{_join(self._optimizer, _STATE)}.")) != name:
+                return of_state
+            if inside.partition(".")[0] == GROUPS:
                 return f"{KEPT}{inside.removeprefix(GROUPS)}"
         elif (inside := _inside(name, self._model)) and (self._optimizer or not _OF_OPTIMIZER.match(name)):
             return inside

@@ -33,6 +33,7 @@ from transaxle.arguments import (
     suggests,
     wrong_type,
 )
+from transaxle.encodings.encoding import CASTS
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.errors import refuse
@@ -42,7 +43,16 @@ from transaxle.live.load_plan import open_source
 from transaxle.live.model.destination import SaveReport
 from transaxle.live.save import collect, read_settings, write_checkpoint
 from transaxle.live.transport.world import Clock, World
-from transaxle.torch_tensors import Device, Ranks, innermost, read_device, read_dtype, read_optional_dtype, torch_dtype
+from transaxle.torch_tensors import (
+    Device,
+    Ranks,
+    code_of,
+    innermost,
+    read_device,
+    read_dtype,
+    read_optional_dtype,
+    torch_dtype,
+)
 
 GENERATION = "generation_config.json"
 _QUANTIZATION = "quantization_config"
@@ -105,18 +115,12 @@ def from_pretrained(
             _apply_plan(model, tp_plan, device_mesh, world)
         if parallelize is not None:
             parallelize(model)
-        kind = str(next(model.parameters()).dtype).removeprefix("torch.")
-        load(model, checkpoint, device=place, dtype=_SHORT.get(kind))
-        generation = checkpoint.container.storage
+        code = code_of(next(model.parameters()).dtype)
+        load(model, checkpoint, device=place, dtype=next((key for key, cast in CASTS.items() if cast == code), None))
+        storage = checkpoint.container.storage
         if GENERATION in checkpoint.container.carried and hasattr(model, "generation_config"):
-            _set_generation(model, generation.read(GENERATION, 0, generation.size(GENERATION)))
+            _set_generation(model, storage.read(GENERATION, 0, storage.size(GENERATION)))
     return model.eval()
-
-
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""torch's name of a dtype -> its short name."""
-_CODES = frozenset({"BF16", "F16", "F32"})
-"""safetensors codes of the dtypes of parameters."""
 
 
 def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtype:
@@ -127,7 +131,7 @@ def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtyp
         return read_dtype("dtype", stated)
     elements: dict[str, int] = {}
     for tensor in map(checkpoint.__getitem__, names):
-        if tensor.dtype in _CODES:
+        if tensor.dtype in CASTS.values():
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.nbytes
     return torch_dtype(max(elements, key=lambda code: elements[code])) if elements else torch.float32
 
