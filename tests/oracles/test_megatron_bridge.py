@@ -1,6 +1,6 @@
 """The dialects `megatron` and `te` against Megatron-Bridge 0.6.2: what it makes of the hub's tensors is what we write.
 
-It runs in an environment of its own, once for all models (`make megatron`; see `tests/oracles/bridge_peer`).
+It runs in an environment of its own, once for all models that are compared (`make megatron`; see `bridge_peer`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"Megatron-Bridge has no environment at {PYTHON}: make megatron"),
 ]
 
+DENSE_BETWEEN = "qwen3_moe-dense_between"
 RIGHT = [name for name, model in MODELS.items() if not model.fault]
 WRONG = [name for name, model in MODELS.items() if model.fault]
 COMPUTED = re.compile(r"linear_attn\.norm\.weight$")
@@ -53,11 +55,18 @@ ALIASES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What Megatron-Bridge made of all models."""
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What Megatron-Bridge made of the models that the selected tests compare."""
     folder = tmp_path_factory.mktemp("bridge")
-    _run(str(folder))
+    _run(str(folder), *sorted({DENSE_BETWEEN, *_selected(request)}))
     return folder
+
+
+def _selected(request: pytest.FixtureRequest, fixture: str = "made") -> Iterator[str]:
+    """Yield the model of each selected test of this file that uses the fixture."""
+    for item in request.session.items:
+        if item.path == Path(__file__) and fixture in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+            yield item.callspec.params["name"]
 
 
 def _run(*words: str) -> None:
@@ -68,14 +77,15 @@ def _run(*words: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def ours(made: Path) -> Path:
+def ours(request: pytest.FixtureRequest, made: Path) -> Path:
     """The same folder, when we have written distributed checkpoints of its hubs, and Megatron has loaded them."""
-    for name in RIGHT:
+    names = sorted(set(_selected(request, "ours")))
+    for name in names:
         theirs = _written_by(made / name / SAVED / "iter_0000000")
         dialect = "megatron_layers" if any("decoder.layers.0." in key for key in theirs) else "megatron_dist"
         source, target = made / name / "hub", made / name / OURS
         tx.convert(source, target, to=f"torch_dist:{dialect}", sync=False, allow_lossy=True)
-    _run(str(made), "--load", *RIGHT)
+    _run(str(made), "--load", *names)
     return made
 
 
@@ -165,7 +175,7 @@ def test_what_the_bridge_does_wrong_is_still_wrong(name: str, made: Path, tmp_pa
 
 def test_a_dense_layer_among_experts_stays_dense(made: Path, tmp_path: Path) -> None:
     """The bridge leaves the experts of such a layer as they were drawn, and drops its MLP."""
-    folder = made / "qwen3_moe-dense_between"
+    folder = made / DENSE_BETWEEN
     left = _said(folder)["not loaded"]
     assert all(name.startswith("decoder.layers.0.mlp.") for name in left)
     hub, held = loaded(folder / "hub"), loaded(folder / "held")
