@@ -409,6 +409,10 @@ class Draft(msgspec.Struct, frozen=True):
     means that the checkpoint gets no digests."""
     copies: Mapping[str, tuple[Extent, ...]] = msgspec.field(default_factory=dict)
     """Tensor name -> further places of the tensor's bytes, for chunks that several ranks store."""
+    owners: Mapping[str, Mapping[str, int]] = msgspec.field(default_factory=dict)
+    """File that one rank of a job reads -> the rank's index in each dim of the job's mesh, such as `tp`. Empty if each
+    rank reads what it needs from any file.
+    """
     notes: tuple[str, ...] = ()
     """Sentences for the user: which settings other programs need to read the files, and what was assumed where the
     source checkpoint lacks information."""

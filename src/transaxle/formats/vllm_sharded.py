@@ -100,7 +100,8 @@ def draft(
     Raises:
         Refused: with each tensor that cannot be stored, and the code UNSUPPORTED, NAME_COLLISION or SHAPE_MISMATCH.
     """
-    ranks = (degrees or Degrees()).tp
+    degrees = degrees or Degrees()
+    ranks = degrees.tp
     pieces, problems = {}, Faults()
     for spec in tensors:
         try:
@@ -110,19 +111,22 @@ def draft(
     if problems:
         raise problems.error()
     files: dict[str, int] = {}
+    owners: dict[str, dict[str, int]] = {}
     fragments: list[Fragment] = []
     extents: defaultdict[str, list[Extent]] = defaultdict(list)
     copies: defaultdict[str, list[Extent]] = defaultdict(list)
     for rank in range(ranks):
         rank_files = _lay_out_rank(tensors, pieces, rank, ranks, shard_size, names or {}, ones, metadata or {})
         for file, (local_entries, file_fragments, files[file]) in rank_files.items():
+            owners[file] = {"tp": rank, "ep": rank} if degrees.ep > 1 else {"tp": rank}
             fragments += file_fragments
             for name, entry in local_entries.items():
                 shard = RankShard(entry.dtype, entry.shape, entry.extents, file)
                 for block, is_copy in pieces[name].blocks[rank]:
                     (copies if is_copy else extents)[name].extend(block_extents(shard, block, block.start))
     entries = {spec.name: Entry(spec.name, spec.dtype, spec.shape, tuple(extents[spec.name])) for spec in tensors}
-    return Draft(VLLM_SHARDED.name, entries, files, tuple(fragments), copies={n: tuple(c) for n, c in copies.items()})
+    repeated = {name: tuple(places) for name, places in copies.items()}
+    return Draft(VLLM_SHARDED.name, entries, files, tuple(fragments), copies=repeated, owners=owners)
 
 
 class _Pieces(msgspec.Struct, frozen=True):

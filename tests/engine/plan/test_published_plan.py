@@ -22,11 +22,11 @@ PAGE = Path(__file__).parents[3] / "docs/reference/plan.md"
 
 
 def _promised(document: Any, name: str = "") -> Iterator[str]:
-    """Yield the fields of a document that the page lists; those of refusals and the names of files are not there."""
+    """Yield the fields of a document that the page lists: no names of files or dims, no fields of refusals."""
     if isinstance(document, dict):
         for key, value in document.items():
             yield f"{name}{key}"
-            if key not in {"files", "refusals"}:
+            if key not in {"files", "mesh", "owners", "refusals"}:
                 yield from _promised(value, f"{name}{key}.")
     for each in document if isinstance(document, list) else ():
         yield from _promised(each, f"{name[:-1]}[].")

@@ -31,7 +31,7 @@ from transaxle.engine.checkpoint.recognise import IDENTITY, check_dialect, other
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.checkpoint.source_hashes import edit_notes
 from transaxle.engine.duplicates import affine_steps, plan_checks
-from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, path_in, routes
+from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, path_in, plan_files, routes
 from transaxle.engine.plan.recoding import (
     buffers_of,
     check_restated,
@@ -172,8 +172,7 @@ def make_plan(
         tensors=tuple(tensors),
         checks=tuple(checks),
         routes=routes(checkpoint.bound, view.targets.values()) if reading else (),
-        files={**draft.files, **carried},
-        carried=tuple(carried),
+        **plan_files(draft, carried),
         kept=view.kept_names,
         ignored=(*view.ignored, *container.left, *container.ignored, *lost, *_configs_left_out(configs)),
         aliases=dict(view.aliases),

@@ -23,7 +23,7 @@ from transaxle.engine.duplicates import PlannedCheck
 from transaxle.engine.views.encode import Step
 from transaxle.engine.wording import notebook, plural, size
 from transaxle.errors import Refusal
-from transaxle.formats.catalog import ITEM_BITS, NUMBERS
+from transaxle.formats.catalog import ITEM_BITS, NUMBERS, Draft
 from transaxle.formats.registry import get_format
 from transaxle.move.journal import span_ends
 from transaxle.move.transfer import Transfer, clip_blocks
@@ -171,6 +171,17 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+def plan_files(draft: Draft, carried: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields of a plan that list the target's files.
+
+    Args:
+        draft: layout of the files with tensors.
+        carried: file that is copied unchanged -> its size in bytes.
+    """
+    owners = {file: dict(position) for file, position in draft.owners.items()}
+    return {"files": {**draft.files, **carried}, "carried": tuple(carried), "owners": owners}
+
+
 def is_stored(file: str) -> bool:
     """Return whether a source file is a file of the checkpoint, and no virtual file of computed values."""
     return not file.startswith("\0") and file != NUMBERS
@@ -301,6 +312,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Virtual file -> the steps, in order, that compute the tensor in that file from stored tensors."""
     allow_lossy: bool = False
     """Whether loss is allowed: rounding by a dialect's arithmetic, or casts that turn finite values into infinities."""
+    owners: dict[str, dict[str, int]] = {}
+    """Target file that one rank of a job reads -> the rank's index in each dim of the job's mesh. Empty if each rank
+    reads what it needs from any file.
+    """
     grafted: dict[str, str] = {}
     """Target tensor whose values come, at least in part, from another checkpoint -> path of that checkpoint."""
     grafted_files: dict[str, str] = {}
@@ -442,16 +457,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             **{name: getattr(self, name) for name in names},
             "tensors": tensors,
             "files": dict(self.files),
+            "mesh": self._mesh,
+            "owners": {file: dict(position) for file, position in self.owners.items()},
             "least_memory": limits(1, MIN_MEMORY).with_min_block(self.band).peak,
             "refusals": [refusal.as_json() for refusal in self.refusals],
             "notes": list(self.notes),
         }
 
+    @property
+    def _mesh(self) -> dict[str, int]:
+        """Dim of the mesh of ranks with files of their own -> its size."""
+        positions = [pair for position in self.owners.values() for pair in position.items()]
+        return {dim: 1 + max(index for name, index in positions if name == dim) for dim in dict(positions)}
+
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the plan as plain JSON data; without `copies`, omit the individual byte ranges."""
-        bare = msgspec.structs.replace(self, tensors=(), checks=(), refusals=(), computed={})
+        bare = msgspec.structs.replace(self, tensors=(), checks=(), refusals=(), computed={}, owners={})
         data: dict[str, Any] = msgspec.to_builtins(bare)
-        del data["computed"]
+        del data["computed"], data["owners"]
         data |= {
             "tensors": [
                 tensor.as_json(copies=copies) | {"steps": tensor.steps(self.computed)} for tensor in self.tensors

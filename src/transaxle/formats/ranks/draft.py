@@ -224,6 +224,7 @@ class _RankFiles:
         self._extents: dict[str, list[Extent]] = {}
         self._copies: dict[str, list[Extent]] = {}
         self._files: dict[str, int] = {}
+        self._owners: dict[str, dict[str, int]] = {}
         self._fragments: list[Fragment] = []
 
     def add_model(self, rank: int, tensors: Sequence[Spec]) -> None:
@@ -268,6 +269,7 @@ class _RankFiles:
         file = f"{kind}_world_size_{self._fsdp.dp}_rank_{contents.rank}.pt"
         layout = lay_out_value(file, value, contents.storages)
         self._files[file] = layout.size
+        self._owners[file] = {"dp": contents.rank}
         self._fragments += (Fragment(file, at, data) for at, data in layout.fragments)
         for part in contents.parts:
             is_copy = not part.is_cut and contents.rank > 0
@@ -283,7 +285,8 @@ class _RankFiles:
             for name, extents in [(spec.name, self._extents[spec.name])]
         }
         copies = {name: tuple(extents) for name, extents in self._copies.items() if extents}
-        return Draft(RANKS.name, entries, self._files, tuple(self._fragments), copies=copies, notes=notes)
+        fragments = tuple(self._fragments)
+        return Draft(RANKS.name, entries, self._files, fragments, copies=copies, owners=self._owners, notes=notes)
 
 
 class _Part(NamedTuple):

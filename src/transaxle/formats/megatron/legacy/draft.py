@@ -385,6 +385,7 @@ def draft(
             *(Fragment(file, at, data) for place, (file, _) in files.items() for at, data in layouts[place].fragments),
         ),
         copies={name: extents(held) for name, held in copies.items() if held},
+        owners={file: {"pp": place.pp, "ep": place.ep, "tp": place.tp} for place, (file, _) in files.items()},
         notes=tuple(notes),
     )
 
