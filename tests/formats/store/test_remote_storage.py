@@ -360,6 +360,18 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.parametrize(
+    ("url", "package"), [("s3://bucket/ck", "s3fs"), ("https://host/ck/", "fsspec[http]"), ("other://ck", "fsspec")]
+)
+def test_without_fsspec_the_refusal_says_what_to_install(
+    url: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "fsspec.core")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    refusal = refused(lambda: tx.open(url)).refusals[0]
+    assert (refusal.code, refusal.hint) == ("UNSUPPORTED", f"Install one:  pip install '{package}'")
+
+
 def test_a_signed_url(web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = tiny(tmp_path / "local", config=None)
     monkeypatch.setattr(_Web, "data", (local / WHOLE).read_bytes())

@@ -160,10 +160,10 @@ def s3_range(client: Any, path: str, start: int, stop: int) -> bytes:
 
 
 _CLIENTS = {
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
-    "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "fsspec[http]",
+    "https": "fsspec[http]", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "fsspec[sftp]", "oci": "ocifs",
 }  # fmt: skip
-"""URL scheme -> Python package that fsspec needs for the scheme."""
+"""URL scheme -> what pip installs for the scheme; all of it brings fsspec."""
 S3 = frozenset({"s3", "s3a"})
 """URL schemes of S3-compatible services; several processes can share an upload to such a service."""
 NO_CREDENTIALS = frozenset({
@@ -251,14 +251,14 @@ class Service:
         self.shown = without_secrets(url)
         """The URL without passwords and signatures."""
         with self._convert_errors("opening it", self.shown):
-            from fsspec.core import url_to_fs
-
             try:
+                from fsspec.core import url_to_fs
+
                 # The transaction of this object must not affect other users of a cached client.
                 options = {"get_client": session} if self.scheme in WEB else {}
                 client_and_path = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
-                package = _CLIENTS.get(self.scheme)
+                package = _CLIENTS.get(self.scheme, "fsspec" if error.name == "fsspec" else None)
                 hint = f"Install one:  pip install '{package}'" if package else harmless(str(error))
                 message = f"no installed package can open {self.scheme}:// URLs"
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint) from None
