@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from transaxle.axes.layout.bind import WEIGHT, split_slot
+from transaxle.axes.layout.bind import WEIGHT, split_slot, with_kept
 from transaxle.axes.layout.relayout import Check
 from transaxle.axes.notation.family import Dialect
 from transaxle.encodings.encoding import EncodedTensor
@@ -185,16 +185,17 @@ def to_common_dialect(first: Checkpoint, second: Checkpoint) -> tuple[Checkpoint
     if first.family is None or second.dialect is None or second.family != first.family:
         return first, second
     has_wrappers = bool(first.bound.own or second.bound.own)
+    mixed = _names_of_other_dialects(first) ^ _names_of_other_dialects(second)
     alike = first.dialect == second.dialect and first.reading.prefix == second.reading.prefix and not has_wrappers
     # The same tensor may have different names in the two checkpoints: names that a dialect only reads, and optimizer
     # state under names of a different dialect.
-    alike = alike and _alternative_names(first) == _alternative_names(second)
+    alike = alike and not mixed and _alternative_names(first) == _alternative_names(second)
     first_view = (
         first
         if alike and not first.decoded
         else first.with_state_of(_parameters_with_state(second)).view_as(second.dialect)
     )
-    if second.bound.own or (not alike and (second.reading.prefix or _alternative_names(second))):
+    if second.bound.own or (not alike and (second.reading.prefix or mixed or _alternative_names(second))):
         second = second.view_as(second.dialect)
     if not _differ_in_padding(first_view, second):
         return first_view, second
@@ -214,6 +215,15 @@ def _parameters_with_state(checkpoint: Checkpoint) -> frozenset[str] | None:
     """
     states = (parameter for parameter, slot in map(split_slot, checkpoint) if slot != WEIGHT)
     return frozenset(name.removeprefix(checkpoint.reading.prefix) for name in states) or None
+
+
+def _names_of_other_dialects(checkpoint: Checkpoint) -> set[str]:
+    """Return the stored names that only another dialect of the family reads, such as a stack among single experts."""
+    bound = checkpoint.bound
+    if not bound.unknown:
+        return set()
+    rebound = with_kept(bound, checkpoint.reading.dialect, checkpoint.sizes, checkpoint.catalog.entries)
+    return {*bound.unknown} - {*rebound.unknown}
 
 
 def _alternative_names(checkpoint: Checkpoint) -> set[str]:

@@ -75,6 +75,10 @@ def _glm(seed: int, *, ahead: bool) -> Tensors:
     return weights | {name: random.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
 
 
+PLAIN_GLM = _without(GLM, "num_nextn_predict_layers")
+STACKS = ("gate_up_proj", "down_proj")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base` and `source`, which lacks the layer ahead and says nothing of it."""
@@ -206,6 +210,59 @@ def test_missing_experts_are_completed_and_a_base_may_be_a_part(folders: Path, t
         }
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in four dialects, whose experts are single, stacked, packed one by one, and packed in a stack."""
+    folder = tmp_path_factory.mktemp("experts")
+    write(folder / "single", _glm(0, ahead=False), config=PLAIN_GLM)
+    for name, dialect in (("stacked", "transformers"), ("packed", "megatron"), ("grouped", "te")):
+        tx.convert(folder / "single", folder / name, to=f"safetensors:{dialect}", sync=False)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["single", "stacked", "packed", "grouped"])
+@pytest.mark.parametrize("dialect", ["hf", "transformers"])
+def test_single_experts_between_stacks_are_completed(form: str, dialect: str, experts: Path, tmp_path: Path) -> None:
+    """Layer 1 is stacked, layer 2 has single experts and lacks one: in whichever dialect the source is read."""
+    single, base = _glm(10, ahead=False), read(experts / "single")
+    layer = "model.layers.{}.mlp.experts."
+    lost = {name for name in single if name.startswith(f"{layer.format(2)}1.")}
+    mixed = {name: value for name, value in single.items() if layer.format(1) not in name and name not in lost}
+    parts = [
+        [single[f"{layer.format(1)}{number}.{name}_proj.weight"] for number in range(GLM["n_routed_experts"])]
+        for name in ("gate", "up", "down")
+    ]
+    mixed[layer.format(1) + STACKS[0]] = np.stack([np.concatenate(pair) for pair in zip(*parts[:2], strict=True)])
+    mixed[layer.format(1) + STACKS[1]] = np.stack(parts[2])
+    write(tmp_path / "mixed", mixed, config=PLAIN_GLM)
+    options: dict[str, Any] = {"graft": experts / form, "dialect": dialect, "sync": False}
+    report = tx.convert(tmp_path / "mixed", tmp_path / "out", to="hf", verify=True, **options)
+    assert set(report.grafted) == lost
+    _same(tmp_path / "out", single | {name: base[name] for name in lost})
+    # a layer of which the source has nothing comes along as one, and nothing of it twice
+    bare = {name: value for name, value in mixed.items() if layer.format(1) not in name}
+    write(tmp_path / "bare", bare, config=PLAIN_GLM)
+    tx.convert(tmp_path / "bare", tmp_path / "whole", to="hf", verify=True, **options)
+    absent = lost | {name for name in single if layer.format(1) in name}
+    _same(tmp_path / "whole", single | {name: base[name] for name in absent})
+
+
+@pytest.mark.parametrize("form", ["single", "packed"])
+def test_a_stack_that_lacks_experts_is_replaced_when_it_is_named(form: str, experts: Path, tmp_path: Path) -> None:
+    """Nothing says which experts a short stack has, so it stays as it is, and is refused, unless it is named."""
+    tx.convert(experts / "single", tmp_path / "whole", to="safetensors:transformers", sync=False)
+    stack = f"model.layers.2.mlp.experts.{STACKS[1]}"
+    tensors = {name: value + 1 for name, value in read(tmp_path / "whole").items()}
+    write(tmp_path / "short", tensors | {stack: tensors[stack][:3]}, config=PLAIN_GLM)
+    options: dict[str, Any] = {"graft": experts / form, "sync": False}
+    with demand_refusal("AMBIGUOUS", "name tensors to replace with --graft-over PATTERN"):
+        tx.convert(tmp_path / "short", tmp_path / "out", to="hf", **options)
+    tx.convert(
+        tmp_path / "short", tmp_path / "out", to="safetensors:transformers", graft_over=stack, verify=True, **options
+    )
+    _same(tmp_path / "out", tensors | {stack: read(tmp_path / "whole")[stack]})
+
+
 def test_what_both_lack_is_refused_in_the_name_of_both(folders: Path, tmp_path: Path) -> None:
     lost = "model.layers.2.mlp.experts.1.up_proj.weight"
     for name in ("source", "base"):
@@ -301,8 +358,13 @@ def test_a_tower_comes_back_to_a_text_model_that_was_trained_alone(tmp_path: Pat
     assert (config["model_type"], config["text_config"]["rms_norm_eps"]) == ("qwen3_5", TEXT["rms_norm_eps"])
     assert config["vision_config"] == VISION
     assert tx.verify(tmp_path / "text", tmp_path / "out", graft=tmp_path / "whole")
-    with demand_refusal("UNSUPPORTED", "their tables do not fit"):
+    # the other way around, the text model has nothing that the whole one lacks, and may replace its part
+    with demand_refusal("AMBIGUOUS", "nothing to graft"):
         tx.open(tmp_path / "whole", graft=tmp_path / "text")
+    over: dict[str, Any] = {"graft": tmp_path / "text", "graft_over": ["model.language_model.*", "lm_head.weight"]}
+    tx.convert(tmp_path / "whole", tmp_path / "over", to="hf", **over, verify=True)
+    _same(tmp_path / "over", whole | trained)
+    assert _config(tmp_path / "over") == WHOLE
 
 
 def test_a_config_without_its_tower_gets_it_from_the_base(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from transaxle.axes.layout.bind import WEIGHT, Presence, split_slot, with_kept
+from transaxle.axes.layout.bind import WEIGHT, BoundNames, Presence, split_slot, with_kept
 from transaxle.axes.layout.model_tensors import AHEAD
 from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.family import Family, Sizes
@@ -62,6 +62,8 @@ _TOKEN = re.compile(r"_token_(?:id|index)$")
 """Pattern of config keys that concern the tokens of pictures, sounds and videos."""
 _TIE = frozenset({"tie_word_embeddings"})
 """Config key of a text model that a larger model states too, at the top or in the section of the text model."""
+_TEXT = "text_config"
+"""Config key of the section of the text model in a larger one."""
 _OF_WHOLE = _TIE | {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 """Config keys of a text model that the section of the text model in a larger one does not take over."""
 _LAYERS = "L"
@@ -239,10 +241,14 @@ class _Grafting:
             source = _with_config(source, base.config)
             self._new_config = base.config
             self._notes.append(f"{CONFIG} is that of {base.path}, since {source.path} has none")
+        source, base = _as_configured(source), _as_configured(base)
+        if source.reading.family.name != base.reading.family.name:
+            if isinstance(source.config.get(_TEXT), Mapping) and _TEXT not in base.config:
+                base, _ = _in_whole_model(base, source)
+            else:
+                source = self._in_base_model(source, base)
         self._base = base
         self._family: Family = base.reading.family
-        if source.reading.family.name != self._family.name:
-            source = self._in_whole_model(source)
         self._source = source
         self._dialect = source.reading.dialect
         self._prefix = source.reading.prefix
@@ -340,7 +346,7 @@ class _Grafting:
         stored, ties = Presence(bound.names), source.sizes.originals
         chosen: list[_Group] = []
         kept_modules: set[str] = set()
-        for group in groups:
+        for group in (*groups, *self._single_groups(bound, stored)):
             index = group.target.index
             presence = {
                 any(stored.at(name, index) for name in (component, *ties.get(component, ())))
@@ -362,6 +368,32 @@ class _Grafting:
                 chosen += [group] if group.name not in source.container.entries else []
         return chosen
 
+    def _single_groups(self, bound: BoundNames, stored: Presence) -> Iterator[_Group]:
+        """Yield the tensors of the base that the dialect of the source stacks, and of which the source has some under
+        single names, as a checkpoint does whose layers are stored in two ways.
+
+        Args:
+            bound: the names of the source, also those that it has from other dialects.
+            stored: the logical tensors that these names contain.
+        """
+        own_axes = {name: {*line.name.axes} for line in self._dialect.lines for name in line.expression.components}
+        foreign = {line for line, slot in bound.names if slot == WEIGHT} - {*self._dialect.lines}
+        for dialect in self._family.dialects:
+            lines = foreign.intersection(dialect.lines)
+            foreign -= lines
+            single = {
+                name
+                for line in lines
+                for name in line.expression.components
+                if own_axes.get(name, {*line.name.axes}) < {*line.name.axes}
+            }
+            for group in self._translate(dialect.label) if single else ():
+                for name in single.intersection(group.components):
+                    at = {axis: place for axis, place in group.target.index.items() if axis in own_axes[name]}
+                    if stored.at(name, at):
+                        yield group
+                        break
+
     def _find_replacements(self, groups: Sequence[_Group]) -> dict[str, _Group]:
         """Return name -> group of the base, for the tensors of the source that the user lets replace."""
         if not self._patterns:
@@ -376,13 +408,22 @@ class _Grafting:
                 message = f"{self._base.path} has no tensor for it in the dialect {self._dialect.label}"
                 hint = "Choose patterns for --graft-over that name only tensors of the base."
                 self._problems.append(Refusal("MISSING_TENSOR", message, Where(None, name), hint))
-            elif group.target.shape != entries[name].shape:
+            elif group.target.shape != entries[name].shape and not self._has_equal_sizes(group):
                 shapes = f"{list(entries[name].shape)} in {self._source.path}, {list(group.target.shape)} in"
                 message = f"its shape is {shapes} {self._base.path}"
                 self._problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
             else:
                 replaced[name] = group
         return replaced
+
+    def _has_equal_sizes(self, group: _Group) -> bool:
+        """Return whether both configs give every axis of a group the same size, so that a tensor of the source with
+        another shape is incomplete, such as a stack that lacks experts.
+        """
+        index = group.target.index
+        sizes, base_sizes = self._source.sizes.at(index), self._base.sizes.at(index)
+        axes = {axis for component in group.components for axis in self._family.tensors[component].axes}
+        return bool(axes) and all(axis in sizes and sizes[axis] == base_sizes.get(axis) for axis in axes)
 
     def _refuse_idle(self) -> TransaxleError:
         self._check_sizes(self._source.config, [])
@@ -443,7 +484,7 @@ class _Grafting:
             self._notes.append(note)
         if source_settings is config:
             return {**config, **new_keys}
-        return {**config, "text_config": {**source_settings, **new_keys}}
+        return {**config, _TEXT: {**source_settings, **new_keys}}
 
     def _check_sizes(self, config: Mapping[str, Any], chosen: Sequence[_Group]) -> None:
         """Refuse models that differ in the size of an axis, or in a config key on which the grafted tensors depend."""
@@ -582,58 +623,92 @@ class _Grafting:
         )
         return type(checkpoint)(container, settings, None, None)
 
-    def _in_whole_model(self, source: Checkpoint) -> Checkpoint:
-        """Return a text model that was trained alone under the names that it has as a part of the base.
-
-        Raises:
-            Refused: with code UNSUPPORTED, if the family of the source is no part of that of the base.
+    def _in_base_model(self, source: Checkpoint, base: Checkpoint) -> Checkpoint:
+        """Return a text model that was trained alone under the names that it has as a part of the base; see
+        `_in_whole_model`.
         """
-        part, whole = source.reading.family, self._family
-        components = {name for line, _ in source.bound.names for name in line.expression.components}
-        lacking = [
-            name
-            for name in sorted(components)
-            if name not in whole.tensors or whole.tensors[name].axes != part.tensors[name].axes
-        ]
-        text = self._base.config.get("text_config")
-        if lacking or not isinstance(text, Mapping):
-            message = f"{source.path} is a {part.name}, {self._base.path} a {whole.name}, and their tables do not fit"
-            hint = "Give as --graft (graft=) a base of the same family."
-            raise refuse("UNSUPPORTED", message, hint=hint)
-        if source.catalog.encoded:
-            message = f"{source.path} is quantized, and a part of the larger model {whole.name}"
-            raise refuse("UNSUPPORTED", message, hint="Decode it first:  convert it with --decode bf16.")
-        label = source.reading.dialect.label
-        dialect = whole.dialect(label) or self._base.reading.dialect
-        config = dict(self._base.config)
-        if self._new_config is None:
-            text_keys = source.config.keys() - _OF_WHOLE | source.config.keys() & text.keys() & _TIE
-            config |= {key: source.config[key] for key in _TIE & source.config.keys()}
-            config["text_config"] = {**text, **{key: source.config[key] for key in source.config if key in text_keys}}
-            self._notes.append(f"{CONFIG} is that of {self._base.path}, with the text_config of {source.path}")
-        bound = msgspec.structs.replace(source.bound, family=whole)
-        entries = source.container.entries
-        translation = translate(bound, entries, dialect, Sizes(whole, config), partial=True)
-        if translation.refusals:
-            raise gathered(translation.refusals)
-        reader = source.source_of(None)
-        files: dict[str, VirtualFile] = {}
-        new_entries: dict[str, Entry] = {}
-        for name, target in translation.targets.items():
-            stored = entries.get(target.whole_source or "")
-            if stored is not None:
-                new_entries[name] = replace(stored, name=name)
-                continue
-            rows = RowMajorBytes(source.container.storage, reader.transfers(target))
-            files[_FILE + name] = _GraftedFile(nbytes(target.dtype, target.shape), rows)
-            extent = Extent((0,) * len(target.shape), target.shape, _FILE + name, 0)
-            new_entries[name] = Entry(name, target.dtype, target.shape, (extent,))
+        given_config = self._new_config
+        source, config = _in_whole_model(source, base, with_own_config=given_config is None)
+        if given_config is None:
+            self._notes.append(f"{CONFIG} is that of {base.path}, with the text_config of {source.path}")
         self._new_config = config
-        container = replace(
-            source.container, storage=VirtualFiles(source.container.storage, files), entries=new_entries
-        )
-        settings = replace(source.settings, config=config, family=None, dialect=dialect.label)
-        return type(source)(container, settings, None, None)
+        return source
+
+
+def _as_configured(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint that is read as the model in its config, if that is possible: without its tower, all names of
+    a model could also be those of a text model behind a prefix.
+    """
+    reading, config = checkpoint.reading, checkpoint.config
+    if checkpoint.settings.family is not None or not isinstance(config.get(_TEXT), Mapping):
+        return checkpoint
+    if config.get("model_type") in reading.family.model_types:
+        return checkpoint
+    families = checkpoint.settings.families.of_types([str(config.get("model_type"))])
+    for family in families:
+        settings = replace(checkpoint.settings, family=family.name)
+        configured = type(checkpoint)(checkpoint.container, settings, None, None)
+        if configured.reading.matched >= reading.matched:
+            return configured
+    return checkpoint
+
+
+def _in_whole_model(
+    part: Checkpoint, whole: Checkpoint, *, with_own_config: bool = True
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return a text model that was trained alone under the names that it has as a part of a larger model, and the
+    config of both.
+
+    Args:
+        part: the text model.
+        whole: a checkpoint of the larger model.
+        with_own_config: whether the text model has a config of its own, which becomes a section of the other one.
+
+    Raises:
+        Refused: with code UNSUPPORTED, if the text model's family is no part of the larger one, or if the text model is
+            quantized.
+    """
+    part_family, family = part.reading.family, whole.reading.family
+    components = {name for line, _ in part.bound.names for name in line.expression.components}
+    lacking = [
+        name
+        for name in sorted(components)
+        if name not in family.tensors or family.tensors[name].axes != part_family.tensors[name].axes
+    ]
+    text = whole.config.get(_TEXT)
+    if lacking or not isinstance(text, Mapping):
+        message = f"{part.path} is a {part_family.name}, {whole.path} a {family.name}, and their tables do not fit"
+        hint = "Give as --graft (graft=) a base of the same family."
+        raise refuse("UNSUPPORTED", message, hint=hint)
+    if part.catalog.encoded:
+        message = f"{part.path} is quantized, and a part of the larger model {family.name}"
+        raise refuse("UNSUPPORTED", message, hint="Decode it first:  convert it with --decode bf16.")
+    dialect = family.dialect(part.reading.dialect.label) or whole.reading.dialect
+    config = dict(whole.config)
+    if with_own_config:
+        text_keys = part.config.keys() - _OF_WHOLE | part.config.keys() & text.keys() & _TIE
+        config |= {key: part.config[key] for key in _TIE & part.config.keys()}
+        config[_TEXT] = {**text, **{key: part.config[key] for key in part.config if key in text_keys}}
+    bound = msgspec.structs.replace(part.bound, family=family)
+    entries = part.container.entries
+    translation = translate(bound, entries, dialect, Sizes(family, config), partial=True)
+    if translation.refusals:
+        raise gathered(translation.refusals)
+    reader = part.source_of(None)
+    files: dict[str, VirtualFile] = {}
+    new_entries: dict[str, Entry] = {}
+    for name, target in translation.targets.items():
+        stored = entries.get(target.whole_source or "")
+        if stored is not None:
+            new_entries[name] = replace(stored, name=name)
+            continue
+        rows = RowMajorBytes(part.container.storage, reader.transfers(target))
+        files[_FILE + name] = _GraftedFile(nbytes(target.dtype, target.shape), rows)
+        extent = Extent((0,) * len(target.shape), target.shape, _FILE + name, 0)
+        new_entries[name] = Entry(name, target.dtype, target.shape, (extent,))
+    container = replace(part.container, storage=VirtualFiles(part.container.storage, files), entries=new_entries)
+    settings = replace(part.settings, config=config, family=family.name, dialect=dialect.label)
+    return type(part)(container, settings, None, None), config
 
 
 def _with_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
