@@ -258,7 +258,8 @@ class Service:
                 options = {"get_client": session} if self.scheme in WEB else {}
                 client_and_path = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
-                package = _CLIENTS.get(self.scheme, "fsspec" if error.name == "fsspec" else None)
+                missing = (error.name or "").partition(".")[0]
+                package = _CLIENTS.get(self.scheme, "fsspec" if missing == "fsspec" else None)
                 hint = f"Install one:  pip install '{package}'" if package else harmless(str(error))
                 message = f"no installed package can open {self.scheme}:// URLs"
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint) from None
