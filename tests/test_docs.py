@@ -163,7 +163,7 @@ PAGES = (
     "how-to/load", "how-to/save", "how-to/async-save", "how-to/resume", "how-to/training-refused",
     "how-to/quantized-training", "how-to/moe", "how-to/inference", "how-to/refit", "how-to/dcp",
     "how-to/derive-a-table", "how-to/check", "how-to/graft", "how-to/megatron", "reference/cli", "reference/json",
-    "reference/plan",
+    "reference/plan", "depend",
 )  # fmt: skip
 """Pages whose examples run as they are written, in a fresh folder."""
 AS_PROGRAMS = "tutorial"

@@ -20,7 +20,7 @@ LIVE = {
     "ReshardReport", "SaveJob", "SavePlanner", "SaveReport", "TrainerCheckpoints", "as_runs", "async_save", "dcp",
     "from_pretrained", "load", "loadable_as", "nn", "parallel", "prepare_async", "quant", "refit",
     "reshard", "save", "save_pretrained", "sharding",
-    "state_dict_as",
+    "state_dict_as", "testkit",
 }  # fmt: skip
 
 

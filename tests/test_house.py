@@ -47,10 +47,13 @@ HOUSE = {
     # The doors: what a user meets.
     "__main__": _room("cli", needs=frozenset()),
     "cli": _room(DOORWAY, "readers", "reports", "derivation", "live", "engine", needs=CORE | TERMINAL),
-    DOORWAY: _room("verbs", "readers", "reports", "refit", "parallel", "nn", "dcp", "live", "quant", needs=frozenset()),
+    DOORWAY: _room(
+        "verbs", "readers", "reports", "refit", "parallel", "nn", "dcp", "testkit", "live", "quant", needs=frozenset()
+    ),
     "verbs": _room("readers", "reports", "derivation", "live", "engine"),
-    # The training side: only these seven may import torch.
+    # The training side: only these eight may import torch.
     "dcp": _room("live", needs=CORE | TRAINING),
+    "testkit": _room("verbs", needs=CORE | TRAINING),
     "refit": _room("live", needs=CORE | TRAINING),
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
     "nn": _room("quant", "torch_tensors", "move", "axes", needs=CORE | TRAINING),

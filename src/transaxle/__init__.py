@@ -66,11 +66,11 @@ _ELSEWHERE = {
 }
 """Public name -> module that defines it, for result types, and for functions on live models, which import torch."""
 
-_ROOMS = frozenset({"dcp", "nn", "parallel", "quant", "refit"})
+_ROOMS = frozenset({"dcp", "nn", "parallel", "quant", "refit", "testkit"})
 """Modules that contain public names, such as `tx.quant.MXFP8`; importing any of them imports torch."""
 
 if TYPE_CHECKING:
-    from transaxle import dcp, nn, parallel, quant, refit
+    from transaxle import dcp, nn, parallel, quant, refit, testkit
     from transaxle.derivation.sources import Table, derive
     from transaxle.engine.carry import Report
     from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -197,5 +197,6 @@ __all__ = [
     "sharding",
     "state_dict_as",
     "supports",
+    "testkit",
     "verify",
 ]
