@@ -2,7 +2,8 @@
 
 A sweep asks one question of many cases: all models that a peer ships, all degrees, all points at which a job can be
 killed. Its cases have the mark `oracle`, and `make oracle` runs all of them. Every other run takes a tenth, which
-rotates with the number of commits: ten commits in a row cover everything.
+rotates with the number of commits: ten commits in a row cover everything but the longest sweeps, which say with
+`oracle(turns=30)` that they take a thirtieth.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ OPTION = "--turn"
 DEFERRED = "deferred"
 """The mark of cases that run at another turn."""
 TURNS = 10
-"""Number of commits in a row that cover every sweep."""
+"""Number of commits in a row that cover a sweep that does not say another number."""
 
 
 def current_turn() -> int:
-    """Return the number of commits modulo `TURNS`, or 0 outside of a repository."""
+    """Return the number of commits, or 0 outside of a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-list", "--count", "HEAD"]
     try:
         counted = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return 0
-    return int(counted.stdout) % TURNS if counted.returncode == 0 else 0
+    return int(counted.stdout) if counted.returncode == 0 else 0
 
 
 def defer_cases(items: Iterable[pytest.Item], turn: int) -> None:
     """Mark the cases of sweeps that run at another turn.
 
-    A test whose cases, fewer than ten, all belong to a sweep runs one of them at each turn.
+    A test whose cases all belong to a sweep, and are fewer than its turns, runs one of them at each turn.
     """
     items = list(items)
     swept: dict[str, list[pytest.Item]] = {}
@@ -46,7 +47,9 @@ def defer_cases(items: Iterable[pytest.Item], turn: int) -> None:
         else:
             always.add(_test(item))
     for test, cases in swept.items():
-        period = len(cases) if 1 < len(cases) < TURNS and test not in always else TURNS
+        marker = cases[0].get_closest_marker("oracle")
+        turns = marker.kwargs.get("turns", TURNS) if marker else TURNS
+        period = len(cases) if 1 < len(cases) < turns and test not in always else turns
         for number, item in enumerate(cases, crc32(_origin(cases[0]).encode())):
             if number % period != turn % period:
                 item.add_marker(DEFERRED)

@@ -47,7 +47,7 @@ def test_almost_all_types_are_exact() -> None:
     assert ours.count(EXACT) >= _LEAST_OF_ALL * len(built)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(turns=30)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_type_is_as_recorded(model_type: str) -> None:
     assert list(outcome(model_type)) == recorded()["types"][model_type]
@@ -77,7 +77,7 @@ def test_every_table_is_what_transformers_does() -> None:
     assert differ == ["olmo_hybrid"]  # transformers stores another layout than it loads: see `test_rounds`
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(turns=30)
 @pytest.mark.parametrize("model_type", TRACED_TYPES)
 def test_every_table_is_what_is_derived(model_type: str) -> None:
     (family,) = (f for f in builtin().of_types([model_type]) if builtin().entries[f.name].traced)
