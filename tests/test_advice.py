@@ -20,18 +20,27 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
+from tests.advised_sources import ADVISED
 from tests.cli.running import Outcome
 from tests.golden.record import stop
 from tests.golden.sources import SOURCES
 from tests.some import some
-from tests.test_hints import COMMANDS, OPTION, texts
+from tests.test_hints import COMMANDS, OPTION, texts_by_module
 from transaxle.cli import main
 from transaxle.cli.command import program
 from transaxle.errors import _PROSE as PROSE
-from transaxle.errors import in_both_languages
 
-UNFOLLOWED = 181
-"""How many texts with an option or a command nobody follows; only ever lower it."""
+UNFOLLOWED = {
+    "another program's options, or files that only it writes": (("formats/megatron", "formats/deepspeed"), 17),
+    "a service, a cluster, or a run that dies halfway": (("formats/store", "engine/distribute", "live/torchrun"), 20),
+    "a program that trains or serves, in Python": (("live", "quant", "refit"), 4),
+    "other programs' environments, which need minutes to run": (("readers",), 8),
+    "deriving a table, which takes minutes": (("derivation",), 7),
+    "a page that is looked at": (("reports",), 3),
+    "no source yet": (("",), 45),
+}
+"""What it takes to follow a text -> the modules that show such texts, and how many texts with an option or a command
+nobody follows; only ever lower the numbers."""
 
 Values = Mapping[str, str]
 CONFIG: Values = {"FILE": "llama.json"}
@@ -96,8 +105,83 @@ LINES: tuple[tuple[str, Values], ...] = (
     ("convert llama out --to hf; write out/config.json; convert out again --to identity", CONFIG),
     ("verify llama llama --decode bf16", {}),
     ("info llama --optimizer", {}),
+    # names, families, tables
+    ("convert llama ./out --to ./out", {"--to": "hf"}),
+    ("convert unknown out --to te --family nonsense", {}),
+    ("convert my_type out --to hf", {"--derive": ""}),
+    ("convert odd_type out --to hf", {"--derive": "", "--rules": ""}),
+    ("convert torchtune out --to te", {}),
+    ("convert bare out --to torchtitan", {"--config": "llama.json", "g=N": "g=2"}),
+    ("convert pair out --to safetensors:two --from one", {"FILE": "pair.rules"}),
+    ("convert prefixed out --to te", {}),
+    ("convert pair out --to torch_dist --rules pair.rules", {}),
+    ("supports typeless.json --to te", {"NAME": "llama"}),
+    ("convert wrapped out --to torchtitan", {}),
+    ("convert adapted out --to te", {}),
+    ("convert surplus out --to te --strict", {}),
+    # sizes and values
+    ("convert llama out --to torchtitan --config narrow.json", {"--config": "llama.json", "--axis": "g=2"}),
+    ("convert llama out --to torchtitan --config short.json", {"--config": "llama.json", "l=N": "l=2"}),
+    ("convert untied out --to te", {"FILE": "untied.json"}),
+    ("convert mixed out --to te", {"--dtype": "bf16"}),
+    ("convert infinite out --to hf --dtype fp16", {"NAME": "model.layers.0.self_attn.q_proj.weight"}),
+    ("convert llama out --to fp8", {}),
+    ("convert llama out --to fp4", {}),
+    ("convert llama out --to fp16", {}),
+    ("convert llama_fp8 out --to float32", {}),
+    # quantized
+    ("convert odd_key out --to te", {}),
+    ("convert gptq out --to te", {}),
+    ("convert gptq out --to hf --dtype fp16", {}),
+    ("convert llama_fp8 out --to vllm_sharded", {}),
+    ("convert ahead out --to hf", {"BASE": "base"}),
+    # ranks and steps
+    ("convert qwen3_moe out --to vllm_sharded --tp 2 --ep 3", {}),
+    ("convert llama out --to megatron_torch:identity --tp 2", {"FORMAT": "megatron_torch", "DIALECT": "megatron"}),
+    ("convert universal out --to hf --weights lp", {}),
+    ("convert trainer out --to dcp:hf --optimizer", {}),
+    ("convert no_config out --to hf", CONFIG),
+    ("convert cut_anyhow out --to hf", {}),
+    ("verify llama llama --weights lp", {}),
+    # grafts and adapters
+    ("convert llama out --to hf --graft llama", {"PATTERN": "lm_head.weight"}),
+    ("convert headless out --to hf --graft qwen3", {"--graft": "llama"}),
+    # unfinished work, reports
+    ("stop llama; convert llama out --to hf --shard-size 1KB --resume", {"--resume": ""}),
+    ("report llama -o out.html; report llama -o out.html", {}),
+    # readers
+    ("check adapter --for transformers", {"BASE/config.json": "llama.json"}),
+    ("check zero --for sglang", {"DST": "out"}),
+    ("check my_type --for sglang", {"my.rules": "my_llama.rules"}),
+    ("check-rules odd.rules", {}),
+    ("convert uneven out --to te", {}),
+    ("convert biased out --to te", {"FILE": "biased.json"}),
+    ("convert bare_headless out --to hf", {"FILE": "tied.json"}),
+    ("convert zero_of_two out --to hf", {}),
+    ("convert two_gptq out --to hf --decode bf16", {"FILE": "gptq.json"}),
+    ("convert headless out --to hf --graft wide", {"--graft": "llama"}),
+    ("convert gpt_oss out --to identity --decode bf16", {"FORMAT": "safetensors"}),
+    ("convert numbered out --to dcp:torchtitan --optimizer", {}),
+    ("convert base out --to hf --encode nvfp4 --skip '*q_proj*'", {}),
+    ("supports gptq.json --to te", {"SRC": "llama", "DST": "out", "TARGET": "te"}),
+    ("convert odd_name/weights.ckp out --to identity", {}),
+    ("convert rank_files out --to hf --ranks abc", {"model_rank{}.pt": "model_world_size_4_rank_{}.pt"}),
+    ("convert llama out --to hf --format safetensors --ranks 'model{}.pt'", {"--format": ""}),
+    ("convert llama out --to dcp:hf --shard-size 1B", {}),
+    ("convert padded out --to megatron_torch --tp 2 --axis p=0", {}),
+    ("convert copyless out --to megatron_torch --pp 3", {}),
+    ("convert base out --to megatron_torch", {}),
+    ("convert only_codes out --to identity --dtype bf16", {}),
+    ("convert bare_trainer out --to dcp --optimizer", {}),
+    ("convert llama out --to hf --graft headless --graft-over lm_head.weight", {"--graft-over": "model.norm.weight"}),
+    ("check te_names --for sglang", {"DST": "out"}),
+    ("check nvfp4 --for llama.cpp", {"DST": "out"}),
+    ("check headless --for sglang", {"DST": "out", "BASE": "llama"}),
+    ("plan llama out --to hf --write out.plan; work out.plan --items 0", {"PLAN": "out.plan"}),
+    ("plan llama out --to hf --write out.plan; work out.plan --begin; work out.plan --commit", {"PLAN": "out.plan"}),
 )
-"""Commands, of which the last gets advice, and what to put in for the placeholders in the advice."""
+"""Commands, of which the last gets advice, and what to put in for the placeholders in the advice. Advice with an
+option whose value is empty is not followed."""
 
 _PYTHON = re.compile(r" \([a-z_]+=[^()]*\)|, [a-z_]+=[^(),]*(?=\))")
 """The Python spelling of an option, which stands after that of the command line."""
@@ -105,14 +189,19 @@ _CLAUSE = re.compile(r"\n|\. |; |: +|,? or |\(or |,? and then ")
 _WORD = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z])(?:( |=)('[^']*'|[^\s,;)(.]+(?:\.[^\s,;)(.]+)*))?")
 _PLACEHOLDER = re.compile(r"(?<![\w.*])[A-Z]+(?![\w.*])")
 _OMIT = re.compile(r"([Oo]mit|[Ll]eave out|without) --")
-_REPLACED = ("--decode", "--dtype", "--encode", "--restate")
-"""Options of which a command takes one."""
+_INSTEAD_OF = re.compile(r"instead of (--[a-z-]+)")
+_VALUE = re.compile(r"VALUE|\{[a-z]+\}")
+"""A value in a text."""
+_REPLACED = ("--decode", "--dtype", "--encode", "--restate", "--resume")
+"""Options in whose place advice gives others."""
 
 
 class Attempt(NamedTuple):
     """One way to follow a piece of advice, after the commands that provoked it."""
 
     advice: str
+    message: str
+    """Message above the advice."""
     command: Sequence[str]
     outcome: Outcome
 
@@ -134,7 +223,7 @@ def _flags(verb: str) -> dict[str, bool]:
 
 def ways(line: Sequence[str], advice: str, values: Values) -> Iterator[list[str]]:
     """Yield the commands that the advice tells to type, without those for whose placeholders there is no value."""
-    for clause in _CLAUSE.split(_PYTHON.sub("", advice).strip().removesuffix(".")):
+    for clause in map(_without_stop, _CLAUSE.split(_PYTHON.sub("", advice))):
         command = COMMANDS.search(clause)
         if command:
             words = shlex.split(_fill(command[0].rstrip("`."), values))[1:]
@@ -147,6 +236,10 @@ def ways(line: Sequence[str], advice: str, values: Values) -> Iterator[list[str]
             yield words
 
 
+def _without_stop(clause: str) -> str:
+    return clause.strip().removesuffix(".")
+
+
 def _fill(text: str, values: Values) -> str:
     for name, value in values.items():
         text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", value, text)
@@ -156,12 +249,13 @@ def _fill(text: str, values: Values) -> str:
 def _changed(line: Sequence[str], clause: str, values: Values) -> list[str]:
     """Return a command with the options that a clause says to add, change or omit; empty if it gives no value."""
     words, omits, flags = list(line), _OMIT.search(clause), _flags(line[0])
+    superseded = {*_INSTEAD_OF.findall(clause)} or set(_REPLACED if "instead" in clause else ())
+    clause = _INSTEAD_OF.sub("", clause)
     for option, sign, literal in _WORD.findall(clause):
-        if option not in flags:
+        if option not in flags or values.get(option) == "":
             return []
         dropped = {option} if omits or not flags[option] else set()
-        dropped |= set(_REPLACED) if clause.endswith("instead") else set()
-        for each in dropped & set(words):
+        for each in (dropped | superseded) & set(words):
             at = words.index(each)
             del words[at : at + 2 - flags[each]]
         if omits:
@@ -178,17 +272,19 @@ def _changed(line: Sequence[str], clause: str, values: Values) -> list[str]:
     return words
 
 
-def _advice_in(document: Any) -> list[str]:
-    """Return hints of refusals; if nothing is refused, notes."""
+def _advice_in(document: Any) -> dict[str, str]:
+    """Return hint -> message of refusals; if nothing is refused, remedies of findings, and notes."""
     refusals = document.get("error", {}).get("refusals", ()) or document.get("refusals", ())
-    return list(dict.fromkeys(each["hint"] for each in refusals if each["hint"])) or list(document.get("notes", ()))
+    hints = {each["hint"]: each["message"] for each in refusals if each["hint"]}
+    remedies = {each["remedy"]: each["effect"] for each in document.get("findings", ()) if each["remedy"]}
+    return hints or remedies | dict.fromkeys(document.get("notes", ()), "")
 
 
 @pytest.fixture(scope="module")
 def attempts(tmp_path_factory: pytest.TempPathFactory) -> list[Attempt]:
     """All advice of all entries, followed."""
     folder = tmp_path_factory.mktemp("advice")
-    for name, make in SOURCES.items():
+    for name, make in {**SOURCES, **ADVISED}.items():
         make(folder / name)
     made = {each.name for each in folder.iterdir()}
     with pytest.MonkeyPatch.context() as patch:
@@ -210,10 +306,13 @@ def _follow(line: str, values: Values, made: set[str]) -> Iterator[Attempt]:
     *first, last = (each.strip() for each in line.split(";"))
     words = shlex.split(last)
     prepare()
-    for advice in _advice_in(json.loads(_run(*words, "--json").out)):
+    for advice, message in _advice_in(json.loads(_run(*words, "--json").out)).items():
         for command in ways(words, advice, values):
             prepare()
-            yield Attempt(advice, command, _run(*command))
+            outcome = _run(*command)
+            if outcome.code == 0 and words[0] == "check" and command[0] == "convert":
+                outcome = _run(words[0], command[2], *words[2:])  # the reader loads what the advised command writes
+            yield Attempt(advice, message, command, outcome)
     clear()
 
 
@@ -245,13 +344,16 @@ def test_what_is_advised_works(attempts: list[Attempt]) -> None:
 
 def test_every_text_has_a_follower(attempts: list[Attempt]) -> None:
     """A text with values in it is followed if one with its words was."""
-    given = "\n\n".join({each.advice for each in attempts})
+    given = _PYTHON.sub("", "\n\n".join({text for each in attempts for text in (each.advice, each.message)}))
     verbs = program.list_commands(click.Context(program))
     command = re.compile(rf"transaxle ({'|'.join(verbs)})\b")
-    advice = {text for text in texts() if OPTION.search(text) or command.search(text)}
+    advice = {text: module for module, text in texts_by_module() if OPTION.search(text) or command.search(text)}
     left = {
-        text
-        for text in advice
-        if not re.search(".{0,300}".join(map(re.escape, in_both_languages(text).split("VALUE"))), given)
+        text: module
+        for text, module in advice.items()
+        if not re.search(".{0,300}".join(map(re.escape, _VALUE.split(_PYTHON.sub("", text)))), given)
     }
-    assert len(left) <= UNFOLLOWED, sorted(left)
+    for modules, limit in UNFOLLOWED.values():
+        texts = sorted(text for text, module in left.items() if module.startswith(modules))
+        assert len(texts) <= limit, texts
+        left = {text: module for text, module in left.items() if text not in texts}

@@ -40,10 +40,11 @@ PAGES = ("cli", "options.py", "engine/explanations.py", "errors.py")
 """What speaks to the command line alone, and the mechanism itself."""
 
 
-def texts() -> Iterator[str]:
-    """All texts of the package that are shown, with a mark for each value that is put into one."""
+def texts_by_module() -> Iterator[tuple[str, str]]:
+    """Yield the path of each module and each text in it that is shown, with a mark for each value that is put in."""
     for file in sorted(SOURCE.rglob("*.py")):
-        if str(file.relative_to(SOURCE)).startswith(PAGES):
+        module = str(file.relative_to(SOURCE))
+        if module.startswith(PAGES):
             continue
         tree = ast.parse(file.read_text("utf-8"))
         nodes = list(ast.walk(tree))
@@ -52,9 +53,13 @@ def texts() -> Iterator[str]:
         for node in nodes:
             if isinstance(node, ast.JoinedStr):
                 parts = (str(v.value) if isinstance(v, ast.Constant) else "VALUE" for v in node.values)
-                yield "".join(parts)
+                yield module, "".join(parts)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
-                yield node.value
+                yield module, node.value
+
+
+def texts() -> Iterator[str]:
+    return (text for _, text in texts_by_module())
 
 
 def options_of(command: str) -> set[str]:

@@ -58,7 +58,9 @@ _HUB_NAMES = frozenset({"hf", "transformers", "torchtitan_hf"})
 """Dialects whose checkpoints a config's quantization section describes; trainers' own checkpoints are not quantized."""
 _TO = re.compile(r"(?<![\w-])to(?==)")
 """Pattern of the keyword that names the target in Python, in hints."""
-_OPEN_FILES = "Give the checkpoint itself to plan (`transaxle plan SRC DST`, `tx.plan`), which opens its files."
+_OPEN_FILES = (
+    "Give the checkpoint itself to plan (`transaxle plan SRC DST --to TARGET`, `tx.plan`), which opens its files."
+)
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def _with_template(kind: Format | None, template: str) -> Format:
     check_template(template)
     if kind not in (None, RANKS):
         message = f"--ranks (ranks=) names the files of the format {RANKS.name}, and the format is {kind.name}"
-        raise refuse("AMBIGUOUS", message, hint="Omit one of the two.")
+        raise refuse("AMBIGUOUS", message, hint="Omit --format, or omit --ranks.")
     return RANKS
 
 

@@ -61,7 +61,7 @@ def _weights(config: Mapping[str, Any], seed: int, dtype: Any = ml_dtypes.bfloat
     return {name: random.standard_normal(shape).astype(dtype) for name, shape in shapes}
 
 
-def _glm(seed: int, *, ahead: bool) -> Tensors:
+def glm(seed: int, *, ahead: bool) -> Tensors:
     """Random weights of the GLM; the layer ahead is an ordinary one, with six more tensors."""
     weights = _weights(GLM, seed)
     if not ahead:
@@ -83,8 +83,8 @@ STACKS = ("gate_up_proj", "down_proj")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base` and `source`, which lacks the layer ahead and says nothing of it."""
     folder = tmp_path_factory.mktemp("graft")
-    write(folder / "base", _glm(0, ahead=True), config=GLM)
-    write(folder / "source", _glm(10, ahead=False), config=_without(GLM, "num_nextn_predict_layers"))
+    write(folder / "base", glm(0, ahead=True), config=GLM)
+    write(folder / "source", glm(10, ahead=False), config=_without(GLM, "num_nextn_predict_layers"))
     return folder
 
 
@@ -214,7 +214,7 @@ def test_missing_experts_are_completed_and_a_base_may_be_a_part(folders: Path, t
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in four dialects, whose experts are single, stacked, packed one by one, and packed in a stack."""
     folder = tmp_path_factory.mktemp("experts")
-    write(folder / "single", _glm(0, ahead=False), config=PLAIN_GLM)
+    write(folder / "single", glm(0, ahead=False), config=PLAIN_GLM)
     for name, dialect in (("stacked", "transformers"), ("packed", "megatron"), ("grouped", "te")):
         tx.convert(folder / "single", folder / name, to=f"safetensors:{dialect}", sync=False)
     return folder
@@ -224,7 +224,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dialect", ["hf", "transformers"])
 def test_single_experts_between_stacks_are_completed(form: str, dialect: str, experts: Path, tmp_path: Path) -> None:
     """Layer 1 is stacked, layer 2 has single experts and lacks one: in whichever dialect the source is read."""
-    single, base = _glm(10, ahead=False), read(experts / "single")
+    single, base = glm(10, ahead=False), read(experts / "single")
     layer = "model.layers.{}.mlp.experts."
     lost = {name for name in single if name.startswith(f"{layer.format(2)}1.")}
     mixed = {name: value for name, value in single.items() if layer.format(1) not in name and name not in lost}
@@ -279,7 +279,7 @@ def test_a_graft_of_nothing_and_another_model_are_refused(folders: Path, tmp_pat
     write(tmp_path / "wide", _weights(wide, 0), config=wide)
     with demand_refusal("SHAPE_MISMATCH", "n (vocab_size): 128 in the source, 96 in the base"):
         tx.open(tmp_path / "wide", graft=folders / "base")
-    write(tmp_path / "unbiased", _glm(0, ahead=False), config={**GLM, "attention_bias": False})
+    write(tmp_path / "unbiased", glm(0, ahead=False), config={**GLM, "attention_bias": False})
     with demand_refusal("SHAPE_MISMATCH", "attention_bias: False in the source, True in the base"):
         tx.open(tmp_path / "unbiased", graft=folders / "base")
     write(tmp_path / "other", _weights(TEXT, 0), config=TEXT)

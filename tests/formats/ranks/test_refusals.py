@@ -225,7 +225,7 @@ def test_a_template_that_fits_no_file(tmp_path: Path) -> None:
 
 
 def test_a_template_with_another_format(tmp_path: Path) -> None:
-    with pytest.raises(tx.TransaxleError, match="Omit one of the two"):
+    with pytest.raises(tx.TransaxleError, match="Omit --format"):
         tx.open(good(tmp_path), ranks="model{}.pt", format="dcp")
 
 

@@ -185,7 +185,7 @@ _MOST_INDICES = 100_000
 """Maximum number of indices of an axis for which a condition is evaluated; a config may claim any size."""
 
 _ONE_FORM = (
-    "Cast plain tensors to one type with --dtype (dtype=), decode others with --decode (decode=), or choose a dialect "
+    "Cast plain tensors to one type with --dtype (dtype=); decode others with --decode (decode=), or choose a dialect "
     "that stores them apart."
 )
 

@@ -115,8 +115,8 @@ def pick_family(label: str, families: Families) -> Family:
     if of_type:
         close = [family.name for family in of_type]
     near = f"close to it: {', '.join(close)}; " if close else ""
-    another = "Add one with --rules FILE, which `transaxle derive` makes for any model type of transformers"
-    hint = f"Did you mean {close[0]}?" if close else f"{another}; `transaxle families` lists those there are."
+    another = "Add one with --rules FILE; for a model type of transformers, `transaxle derive MODEL` writes it"
+    hint = f"Did you mean {close[0]}?" if close else f"{another}. `transaxle families` lists those there are."
     raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; {near}{len(families)} are known", hint=hint)
 
 
@@ -538,7 +538,8 @@ def _ways_out(types: Sequence[str]) -> str:
     name = re.sub(r"\W", "_", types[0])
     file = f"{name}.rules"
     return (
-        f"{keep_names_line}\nTo derive its table from transformers:  --derive (of convert and plan)\n"
+        f"{keep_names_line}\nTo derive its table from transformers, for the dialects hf and transformers:  --derive "
+        "(of convert and plan)\n"
         f"or once, for all commands:  transaxle derive FOLDER -o {file}  and then  --rules {file}"
     )
 

@@ -133,7 +133,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     """
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"Choose one of: {', '.join(CASTS)}.")
-    foreign = catalog.refuse_in_other_form(", and other tensors beside them cannot be cast")
+    foreign = catalog.refuse_in_other_form(", and other tensors beside them cannot be cast", instead=True)
     if refusals := (*catalog.refusals, *foreign):
         raise gathered(refusals)
     container, dtype = catalog.container, CASTS[to]

@@ -152,6 +152,8 @@ _SCALE = "scale"
 """Text that occurs in the name of every buffer that contains scales."""
 _WAY_OUT = "To keep the tensors exactly as stored:  --to safetensors:identity."
 """Hint in refusals of buffers that do not fit their tensor."""
+_DECODED = "Write decoded values:  --decode bf16."
+"""Hint in refusals of tensors that are shown in another form than that in which they are stored."""
 _RESTATE_HINT = "For the same codes with other names:  --restate compressed_tensors."
 """Hint in refusals of tensors that are shown as those of compressed-tensors."""
 _DECODE_HINT = "Choose a dialect that stores these tensors separately, or decode them:  --decode bf16."
@@ -218,18 +220,20 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
         run_workers(claimed, _READERS, lambda _: None, read)
         return frozenset(names)
 
-    def refuse_in_other_form(self, reason: str) -> Iterator[Refusal]:
+    def refuse_in_other_form(self, reason: str, *, instead: bool = False) -> Iterator[Refusal]:
         """Yield the refusal of an action that is not possible with encoded tensors that are shown in another form.
 
         Args:
             reason: why the action is not possible.
+            instead: whether the user has to leave the action out to follow a hint.
         """
         if self.program and self.encoded:
             message = f"its weights are stored as {self.program} stores them{reason}"
             conventions = {tensor.convention for tensor in self.encoded.values()}
-            hint = f"{_RESTATE_HINT}\n{_WAY_OUT}" if conventions == {COMPRESSED_TENSORS} else _WAY_OUT
+            hints = [_DECODED, *([_RESTATE_HINT] if conventions == {COMPRESSED_TENSORS} else []), _WAY_OUT]
+            hint = "\n".join(f"{text.removesuffix('.')} instead." if instead else text for text in hints)
             where = Where(None, next(iter(self.encoded)))
-            yield Refusal("UNSUPPORTED", message, where, f"Write decoded values:  --decode bf16.\n{hint}")
+            yield Refusal("UNSUPPORTED", message, where, hint)
 
     @cached_property
     def buffers(self) -> dict[str, Entry]:

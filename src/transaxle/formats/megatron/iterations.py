@@ -8,6 +8,7 @@ run/iter_0000007/                         # a torch_dist folder, a DCP folder of
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,11 +178,12 @@ def _is_torch_dist(folder: Folder, inside: str) -> bool:
     return DCP_METADATA in names and (COMMON_FILE in names or about is None or not about.keys().isdisjoint(_KEYS))
 
 
-def check_complete(storage: Storage, *, has_state: bool) -> None:
+def check_complete(storage: Storage, folder: str, *, has_state: bool) -> None:
     """Check that a torch_dist checkpoint has the small files that Megatron writes beside the files with tensors.
 
     Args:
         storage: storage that reads the checkpoint's files.
+        folder: path of the folder with these files.
         has_state: whether the run's arguments and counters are stored elsewhere (as a DCP item, or in settings files),
             so that `common.pt` may be missing.
 
@@ -192,7 +194,8 @@ def check_complete(storage: Storage, *, has_state: bool) -> None:
     for file in (BACKEND_FILE, *(() if has_state else (COMMON_FILE,))):
         if file not in names:
             message = "the file is missing, which Megatron writes beside the tensors: the copy is not whole"
-            hint = "Copy the missing file; or read the tensors alone, as torch's DCP stores them: --format dcp."
+            alone = f"transaxle ls {shlex.quote(folder)} --format dcp"
+            hint = f"Copy the missing file; or read the tensors alone, as torch's DCP stores them:  {alone}"
             faults.add("INCOMPLETE", message, file, hint=hint)
     if faults:
         raise faults.error()

@@ -46,7 +46,7 @@ SENDERS = 4
 """Number of parts that a worker sends at the same time."""
 _THREADS = 16
 """Number of small requests that the driver makes at the same time."""
-_CLEAN = "Continue the unfinished work with --resume (resume=True), or remove it:  transaxle clean URL."
+_CLEAN = "Continue the work with its own options and --resume (resume=True), or remove it:  transaxle clean URL."
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 

@@ -174,7 +174,7 @@ class Staging:
         finished = "" if self._resume or self._overwrite else describe_progress(self.scratch)
         if finished:
             clean = f"transaxle clean {shlex.quote(self._place.typed)}"
-            hint = f"Continue the unfinished work with --resume (resume=True), or remove it:  {clean}"
+            hint = f"Continue the work with its own options and --resume (resume=True), or remove it:  {clean}"
             message = f"beside the target is unfinished work: {finished}"
             raise refuse("EXISTS", message, file=self._place.typed, hint=hint)
 

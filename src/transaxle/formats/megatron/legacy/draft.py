@@ -136,7 +136,7 @@ class ModelDivision:
         if name.startswith("embedding.") or not last:
             return ParameterRanks((0,), rank, (local,))
         message = "it is no tensor of Megatron's of which it is known which pipeline stage holds it"
-        raise refuse("UNSUPPORTED", message, tensor=name, hint="Write --pp 1, or another format: --to torch_dist.")
+        raise refuse("UNSUPPORTED", message, tensor=name, hint=_ONE_STAGE)
 
 
 def divide_model(names: Sequence[str], degrees: Degrees) -> ModelDivision:
@@ -153,7 +153,7 @@ def divide_model(names: Sequence[str], degrees: Degrees) -> ModelDivision:
         raise _uneven(f"{experts} experts", degrees.ep, "expert-parallel ranks", "--ep")
     if degrees.pp > 1 and any(name.startswith("mtp.") for name in names):
         message = "layers that predict ahead are written for one pipeline stage only"
-        raise refuse("UNSUPPORTED", message, hint="Write --pp 1, or another format: --to torch_dist.")
+        raise refuse("UNSUPPORTED", message, hint=_ONE_STAGE)
     return ModelDivision(degrees, layers // degrees.pp or 1, experts // degrees.ep, HEAD not in names)
 
 
@@ -311,6 +311,9 @@ _GLOBAL_STEPS = "global_steps"
 _EXPERT_GROUP = "is_expert_parallel"
 _TRAINED = frozenset({*LOW, "F32", "F64"})
 """Safetensors dtype codes of weights for which optimizer state can be written."""
+
+
+_ONE_STAGE = "Write --pp 1; or write --to torch_dist instead of --pp, which is read at any degrees."
 
 
 class _StorageBox(NamedTuple):

@@ -514,7 +514,8 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         groups = groups_of_fsdp(files, items.settings)
         container, state = join_gates(container), run_of_items(files, items.facts, groups)
     else:
-        check_complete(files, has_state=items.common is not None or bool(settings_files(storage, member)))
+        folder = path if member == HERE else f"{path.rstrip('/')}/{member}"
+        check_complete(files, folder, has_state=items.common is not None or bool(settings_files(storage, member)))
         container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
     container = with_numbered_layers(container)
     state, unread = with_settings_of_run(state, storage, member, _number)
