@@ -171,6 +171,7 @@ AS_PROGRAMS = "tutorial"
 ELSEWHERE = {
     "reference/api": "test_the_python_example_prints_what_it_promises",
     "how-to/refit-vllm": "tests/refit/plugs, with an engine that stands for vLLM's",
+    "how-to/vllm": "tests/refit/plugs/test_vllm_loader.py, with vLLM itself",
     "extending": "tests/test_plugins.py",
     "index": "tests/test_new_user.py: the README has the same command",
 }

@@ -66,8 +66,8 @@ HOUSE = {
     "reports": _room("engine"),
     # Tables from what converters do.
     "derivation": _room("engine"),
-    # What vLLM calls in each of its processes: it must cost them nothing.
-    "vllm_plugin": _room(needs=frozenset()),
+    # What vLLM calls in each of its processes: it must cost them nothing until vLLM uses what it registers.
+    "vllm_plugin": _room("refit", needs=frozenset()),
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
@@ -95,6 +95,8 @@ LAZY_EXTRAS = {
     "formats/store/service.py": frozenset({"aiohttp", "s3fs"}),
     "quant/quantized_modules.py": frozenset({"torchao"}),
     "refit/vllm_engine.py": frozenset({"vllm"}),
+    "refit/vllm_loader.py": frozenset({"vllm"}),
+    "refit/vllm_worker.py": frozenset({"vllm"}),
     "refit/hub_stream.py": frozenset({"vllm"}),
     "reports/html_page.py": frozenset({"jinja2"}),
     "vllm_plugin.py": frozenset({"vllm"}),

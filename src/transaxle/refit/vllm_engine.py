@@ -26,36 +26,26 @@ import torch
 from torch import nn
 
 from transaxle.arguments import Size
-from transaxle.axes.geometry import Intervals
-from transaxle.engine.checkpoint.recognise import recognise
-from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts
+from transaxle.engine.plan.rank_parts import config_for_ranks
 from transaxle.engine.views.encode import select_names
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.families import builtin
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.refit.hops import meet
 from transaxle.refit.refitting import Refit
-from transaxle.torch_tensors import Part, mark, part_of
+from transaxle.refit.vllm_worker import (
+    ANOTHER_WAY,
+    DIALECT,
+    Ranks,
+    Slot,
+    WorkerParameters,
+    find_moving_option,
+    ranks_of,
+)
+from transaxle.torch_tensors import mark, part_of
 
-DIALECT = "vllm"
 _LOADER = "weight_loader"
-_ANOTHER = "Update this model in another way, such as vLLM's own backend `nccl`."
 _WHOLE = "Push all parameters of a layer, or none of them."
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The position of a worker among the tensor-parallel and expert-parallel ranks."""
-
-    tp: int
-    """Number of tensor-parallel ranks."""
-    tp_rank: int
-    """This worker's tensor-parallel rank."""
-    ep: int = 1
-    """Number of expert-parallel ranks; 1 if each rank has a shard of every expert."""
-    ep_rank: int = 0
-    """This worker's expert-parallel rank."""
 
 
 class Staged(dict[str, torch.Tensor]):
@@ -81,24 +71,6 @@ class _Config:
         return self._values
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A parameter or buffer of one layer, with its shape and dtype before vLLM repacked it."""
-
-    layer: nn.Module
-    """Layer that the parameter or buffer belongs to."""
-    name: str
-    """Attribute name of the parameter or buffer in the layer."""
-    form: torch.Tensor
-    """Tensor with the shape and dtype before repacking; a meta tensor, unless vLLM never repacks the parameter."""
-
-    @property
-    def live(self) -> torch.Tensor | None:
-        """The tensor that the running model uses now; None if repacking has removed the parameter."""
-        tensor: torch.Tensor | None = getattr(self.layer, self.name, None)
-        return tensor
-
-
 class VllmWeights:
     """The parameters of a worker's model, described as regions of whole tensors, with staging memory for new values.
 
@@ -115,30 +87,15 @@ class VllmWeights:
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any], ranks: Ranks, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._slots = dict(_find_slots(model))
-        parameters = [name for name, each in self._slots.items() if each.name in _names(each.layer, buffers=False)]
-        read = recognise(parameters, config, builtin(), None, DIALECT)
-        parts = engine_parts(read.family, DIALECT, config, self._slots, tp=ranks.tp, ep=ranks.ep)
-        self._twins = _twins(self._slots, parts)
-        parts = {name: part for name, part in parts.items() if name not in self._twins}
-        unread = [n for n in parameters if n not in parts and n not in self._twins and not _is_scale(self._slots[n])]
-        problems = [
-            Refusal("UNSUPPORTED", f"the table {read.family.name} does not say what it is", Where(None, name), _ANOTHER)
-            for name in unread
-        ]
+        worker = WorkerParameters(model, config, ranks)
+        self._slots, self._twins, problems = worker.slots, worker.twins, list(worker.problems)
         self.staged = Staged(config_for_ranks(config, 1 if ranks.ep > 1 else ranks.tp))
-        for name, part in parts.items():
-            form = self._slots[name].form
-            try:
-                share = _share(tuple(form.shape), part, ranks)
-            except ValueError as error:
-                problems.append(Refusal("SHAPE_MISMATCH", str(error), Where(None, name), _ANOTHER))
-                continue
-            self.staged[name] = mark(torch.empty_like(form, device="meta").detach(), share)
+        for name, part in worker.parts.items():
+            self.staged[name] = mark(torch.empty_like(self._slots[name].form, device="meta").detach(), part)
         self._shares = dict(self.staged)
         if device.type != "cpu" and any(_prepares_experts(each.layer) for each in self._slots.values()):
             problems.append(
-                Refusal("UNSUPPORTED", "vLLM prepares experts in a way that it does not repeat", Where(), _ANOTHER)
+                Refusal("UNSUPPORTED", "vLLM prepares experts in a way that it does not repeat", Where(), ANOTHER_WAY)
             )
         if problems:
             raise gathered(problems)
@@ -216,62 +173,6 @@ def split_layers(names: Iterable[str], chosen_names: Collection[str]) -> None:
         raise gathered(Refusal("UNSUPPORTED", message, Where(None, name), _WHOLE) for name in missing)
 
 
-def _names(layer: nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Return attribute name -> tensor, for the tensors that vLLM loads into a layer, with shape and dtype before
-    repacking.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
-
-    parameters, all_buffers = get_layerwise_info(layer).restore_metadata
-    live = {n: p for n, p in layer._parameters.items() if p is not None and n in SKIP_TENSORS}
-    non_persistent = layer._non_persistent_buffers_set
-    layer_buffers = {n: b for n, b in all_buffers.items() if n not in non_persistent} if buffers else {}
-    return {**parameters, **live, **layer_buffers}
-
-
-def _find_slots(model: nn.Module) -> Iterator[tuple[str, _Slot]]:
-    for path, layer in model.named_modules():
-        for name, form in _names(layer, buffers=True).items():
-            yield f"{path}.{name}" if path else name, _Slot(layer, name, form)
-
-
-def _twins(slots: Mapping[str, _Slot], table_names: Collection[str]) -> dict[str, str]:
-    """Return, for each further name of a tied parameter, name -> the name under which the table of tensor names lists
-    the same tensor first.
-    """
-    first: dict[int, str] = {}
-    for name in table_names:
-        if slots[name].live is not None:
-            first.setdefault(id(slots[name].live), name)
-    return {name: first[id(e.live)] for name, e in slots.items() if first.get(id(e.live), name) != name}
-
-
-def _is_scale(slot: _Slot) -> bool:
-    """Return whether a parameter is a scale of an attention layer's key-value cache, which trainers do not have."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
-    return bool(is_deferred_attention_layer(slot.layer))
-
-
-def _share(shape: tuple[int, ...], part: tuple[int, tuple[Intervals, ...]] | None, ranks: Ranks) -> Part | None:
-    """Return which region of a whole tensor a worker's parameter is; None if the parameter is the whole tensor.
-
-    Raises:
-        ValueError: if the parameter's size differs from the size of this region according to the table.
-    """
-    if part is None:
-        return None
-    dim, positions = part
-    intervals = positions[ranks.ep_rank if len(positions) == ranks.ep > 1 else ranks.tp_rank]
-    count = sum(stop - start for start, stop in intervals)
-    if shape[dim] != count:
-        raise ValueError(f"vLLM has {shape[dim]} along dim {dim} on this worker, where the table gives it {count}")
-    whole = max(stop for each in positions for _, stop in each)
-    box = tuple(intervals if at == dim else ((0, size),) for at, size in enumerate(shape))
-    return Part((*shape[:dim], whole, *shape[dim + 1 :]), box)
-
-
 def _prepares_experts(layer: nn.Module) -> bool:
     """Return whether vLLM packs a layer's experts when it creates their kernel, a step that vLLM's reload omits.
 
@@ -301,7 +202,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _load_shards(slots: Iterable[_Slot]) -> Iterator[None]:
+def _load_shards(slots: Iterable[Slot]) -> Iterator[None]:
     """Inside the `with` block, make parameters accept values that are already sharded, because vLLM's loaders would
     shard them.
     """
@@ -330,16 +231,9 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         Refused: with code UNSUPPORTED, if such an option is set.
     """
-    parallel = vllm_config.parallel_config
-    offloads = getattr(getattr(vllm_config, "cache_config", None), "cpu_offload_gb", 0)
-    for enabled, feature in (
-        (getattr(vllm_config, "lora_config", None) is not None, "adapters (enable_lora)"),
-        (getattr(parallel, "enable_eplb", False), "experts that move between ranks (enable_eplb)"),
-        (getattr(parallel, "expert_placement_strategy", "linear") != "linear", "experts that are dealt out in turn"),
-        (bool(offloads), "weights that are offloaded"),
-    ):
-        if enabled:
-            raise refuse("UNSUPPORTED", f"this vLLM has {feature}: its parameters are not told apart", hint=_ANOTHER)
+    adapters = getattr(vllm_config, "lora_config", None) is not None
+    if feature := "adapters (enable_lora)" if adapters else find_moving_option(vllm_config):
+        raise refuse("UNSUPPORTED", f"this vLLM has {feature}: its parameters are not told apart", hint=ANOTHER_WAY)
 
 
 VERSION = 2
@@ -445,7 +339,7 @@ class VllmEngine:
     def _analyse(self) -> VllmWeights:
         check_config(self.vllm_config)
         config = dict(self.model_config.hf_config.to_dict())
-        return VllmWeights(self.model, config, _ranks(self.vllm_config.parallel_config), self.device)
+        return VllmWeights(self.model, config, ranks_of(self.vllm_config.parallel_config), self.device)
 
     def _meet(self, meeting: Meeting) -> None:
         parallel = self.vllm_config.parallel_config
@@ -544,14 +438,3 @@ class VllmEngine:
         from vllm.distributed.parallel_state import get_world_group
 
         return World(get_world_group().cpu_group)
-
-
-def _ranks(parallel: Any) -> Ranks:
-    """Return the parallel ranks of this worker."""
-    from vllm.distributed.parallel_state import get_ep_group, get_tp_group
-
-    tp = get_tp_group()
-    if not parallel.enable_expert_parallel:
-        return Ranks(tp.world_size, tp.rank_in_group)
-    ep = get_ep_group()
-    return Ranks(tp.world_size, tp.rank_in_group, ep.world_size, ep.rank_in_group)

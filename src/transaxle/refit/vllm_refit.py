@@ -43,7 +43,8 @@ from transaxle.options import select
 from transaxle.refit.adapters import MERGED, read_adapter
 from transaxle.refit.hops import meet
 from transaxle.refit.refitting import Pause, Refit, RefitReport
-from transaxle.refit.vllm_engine import DIALECT, VERSION, Meeting, split_layers
+from transaxle.refit.vllm_engine import VERSION, Meeting, split_layers
+from transaxle.refit.vllm_worker import DIALECT
 from transaxle.torch_tensors import Ranks
 
 _LOCAL = "127.0.0.1"

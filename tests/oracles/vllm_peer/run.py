@@ -293,8 +293,27 @@ def _pad(model: torch.nn.Module) -> None:
                 parameter.data.zero_()
 
 
-def load_model(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str, drafting: bool = False) -> Any:
-    """The model that vLLM has on one rank; with `drafting` the model of the layers that predict further tokens."""
+def load_model(
+    folder: Path,
+    rank: int,
+    ranks: int,
+    *,
+    experts: bool,
+    dtype: str,
+    drafting: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> Any:
+    """The model that vLLM has on one rank.
+
+    Args:
+        folder: what vLLM serves.
+        rank: which rank this process stands for.
+        ranks: of the job.
+        experts: whether ranks have whole experts.
+        dtype: of the model.
+        drafting: return the model of the layers that predict further tokens.
+        extra: what the load format `transaxle` is told; None means vLLM's own loader.
+    """
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -305,7 +324,7 @@ def load_model(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str
         VllmConfig,
         set_current_vllm_config,
     )
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model
 
     model_config = ModelConfig(
@@ -325,7 +344,11 @@ def load_model(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str
         model_config=model_config,
         parallel_config=parallel_config,
         speculative_config=speculation,
-        load_config=LoadConfig(load_format="safetensors", use_tqdm_on_load=False),
+        load_config=LoadConfig(
+            load_format="safetensors" if extra is None else "transaxle",
+            model_loader_extra_config=extra or {},
+            use_tqdm_on_load=False,
+        ),
         device_config=DeviceConfig("cpu"),
         cache_config=CacheConfig(enable_prefix_caching=False),
     )
@@ -338,7 +361,7 @@ def load_model(folder: Path, rank: int, ranks: int, *, experts: bool, dtype: str
         for parameter in model.parameters():  # what is not loaded shows
             parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
         _pad(model)
-        DefaultModelLoader(config.load_config).load_weights(model, built)
+        get_model_loader(config.load_config).load_weights(model, built)
     return model
 
 

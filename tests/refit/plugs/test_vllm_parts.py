@@ -18,7 +18,8 @@ from tests.live.ranks import run
 from tests.live.topologies import FSDP, LLAMA, MOE, build
 from transaxle.engine.plan.rank_parts import config_for_ranks, engine_parts
 from transaxle.families import builtin
-from transaxle.refit.vllm_engine import DIALECT, Ranks, Staged, _share
+from transaxle.refit.vllm_engine import Staged
+from transaxle.refit.vllm_worker import DIALECT, Ranks, worker_share
 from transaxle.torch_tensors import mark
 
 TP = 2
@@ -37,7 +38,7 @@ def _worker(path: str, config: dict[str, Any], ranks: Ranks) -> tuple[Staged, di
             own = positions[ranks.tp_rank]
             value = torch.cat([value.narrow(dim, start, stop - start) for start, stop in own], dim)
         truth[name] = value
-        empty[name] = mark(torch.full_like(value, -1), _share(tuple(value.shape), part, ranks))
+        empty[name] = mark(torch.full_like(value, -1), worker_share(tuple(value.shape), part, ranks))
     return empty, truth
 
 

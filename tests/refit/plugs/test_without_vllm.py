@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from tests.live.jobs import free_port
 from tests.live.refusals import refused
 from tests.refit.plugs.test_control import DEFAULTS, Vllm, serving
 from transaxle import vllm_plugin
-from transaxle.refit.vllm_engine import VERSION, Ranks, VllmEngine, _share, check_config, split_layers
+from transaxle.refit.vllm_engine import VERSION, VllmEngine, check_config, split_layers
 from transaxle.refit.vllm_refit import _Engines, _invitation, control
+from transaxle.refit.vllm_worker import Ranks, worker_share
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
 FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -51,11 +53,66 @@ def test_the_entry_point_registers_the_engine_once(monkeypatch: pytest.MonkeyPat
     assert getattr(import_module(module), name) is VllmEngine
 
 
+class BaseLoader:
+    """What vLLM's model loaders have in common."""
+
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+
+LOADERS = "vllm.model_executor.model_loader"
+REGISTERED = f"""
+import sys
+from types import ModuleType
+for name in ("vllm", "vllm.model_executor", "{LOADERS}", "{LOADERS}.base_loader"):
+    sys.modules[name] = ModuleType(name)
+loaders = sys.modules["{LOADERS}"]
+sys.modules["vllm.model_executor"].model_loader = loaders
+loaders._LOAD_FORMAT_TO_MODEL_LOADER = registered = {{}}
+loaders.register_model_loader = lambda name: lambda loader: registered.__setitem__(name, loader)
+sys.modules["{LOADERS}.base_loader"].BaseModelLoader = object
+from transaxle import vllm_plugin
+vllm_plugin.register()
+first = registered["transaxle"]
+vllm_plugin.register()
+assert registered == {{"transaxle": first}}
+print(*sorted(name for name in sys.modules if name.startswith(("transaxle.", "torch", "numpy"))))
+"""
+
+
+def test_the_entry_point_registers_the_load_format_and_imports_little() -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["transaxle.errors", "transaxle.options", "transaxle.vllm_plugin"]
+
+
+def test_keys_of_the_load_format_are_checked() -> None:
+    loader = vllm_plugin.model_loader_class(BaseLoader)
+
+    def told(**extra: Any) -> Any:
+        return loader(SimpleNamespace(model_loader_extra_config=extra))
+
+    told(path="megatron", dialect="hf", decode="bf16", ignore=["value_head.*"], axes={"g": 8})
+    with refused("AMBIGUOUS", "unknown key 'pth'", "Did you mean 'path'?"):
+        told(pth="megatron")
+    with refused("AMBIGUOUS", "unknown key 'from'", "Did you mean 'dialect'?"):
+        told(**{"from": "hf"})
+    with refused("AMBIGUOUS", "unknown key 'optimizer'", "Keys are path, ignore, format"):
+        told(optimizer=True)
+    with pytest.raises(TypeError, match="decode must be"):
+        told(decode=3)
+    with pytest.raises(TypeError, match="exclude each other"):
+        told(decode="bf16", merge="adapter")
+    with pytest.raises(TypeError, match="must be a JSON object; got list"):
+        loader(SimpleNamespace(model_loader_extra_config=["path"]))
+    assert told().download_model(None) is None
+
+
 def test_another_version_of_vllm_starts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with caplog.at_level(logging.WARNING):
         vllm_plugin.register()
     assert "the weight transfer backend 'transaxle' is not available: it needs vLLM 0.32 or newer" in caplog.text
+    assert "the load format 'transaxle' is not available: it needs vLLM 0.32 or newer" in caplog.text
 
 
 def test_a_layer_is_pushed_as_a_whole() -> None:
@@ -67,14 +124,14 @@ def test_a_layer_is_pushed_as_a_whole() -> None:
 
 def test_tensors_of_a_worker_are_checked() -> None:
     part = 1, (((0, 3), (6, 8)), ((3, 6), (8, 10)))
-    found = _share((4, 5), part, Ranks(2, 1))
+    found = worker_share((4, 5), part, Ranks(2, 1))
     assert found is not None
     assert (found.shape, found.positions) == ((4, 10), (((0, 4),), ((3, 6), (8, 10))))
-    assert _share((4, 5), None, Ranks(2, 1)) is None
+    assert worker_share((4, 5), None, Ranks(2, 1)) is None
     with pytest.raises(ValueError, match="vLLM has 4 along dim 1 on this worker, where the table gives it 5"):
-        _share((4, 4), part, Ranks(2, 0))
+        worker_share((4, 4), part, Ranks(2, 0))
     experts = 0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),))
-    found = _share((2, 5), experts, Ranks(2, 1, 4, 3))
+    found = worker_share((2, 5), experts, Ranks(2, 1, 4, 3))
     assert found is not None
     assert found.positions == (((8, 10),), ((0, 5),))
 

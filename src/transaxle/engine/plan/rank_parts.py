@@ -449,10 +449,20 @@ def fit_engine(checkpoint: Checkpoint, dialect: str, degrees: Degrees) -> Checkp
     if checkpoint.settings.optimizer:
         message = "vLLM reads no state of an optimizer"
         raise refuse("UNSUPPORTED", message, hint="Omit --optimizer.")
-    model = without_training(checkpoint).without_optimizer()
+    return size_for_ranks(without_training(checkpoint).without_optimizer(), tp=degrees.tp, ep=degrees.ep)
+
+
+def size_for_ranks(model: Checkpoint, *, tp: int, ep: int = 1) -> Checkpoint:
+    """Return the checkpoint with axis sizes for an engine's number of ranks.
+
+    Args:
+        model: a checkpoint without training state.
+        tp: number of tensor-parallel ranks.
+        ep: number of ranks among which whole experts are divided, or 1 if each rank has a shard of every expert.
+    """
     family, config = model.reading.family, model.config
     alone = Sizes(family, config).at({})
-    in_ranks = Sizes(family, config_for_ranks(config, 1 if degrees.ep > 1 else degrees.tp)).at({})
+    in_ranks = Sizes(family, config_for_ranks(config, 1 if ep > 1 else tp)).at({})
     changed = {axis: size for axis, size in in_ranks.items() if alone.get(axis) != size}
     if not changed:
         return model
