@@ -21,7 +21,8 @@ PINNED := $(PIP) install --quiet --constraint constraints.txt
 TITAN  := torchtitan nemo-automodel
 # verl's wheel has a package `tests`, so it gets a folder of its own, without its dependencies but for what it imports.
 VERL   := verl==0.9.1 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict==0.10.0 hydra-core==1.3.8 \
-          codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.3
+          codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.3 \
+          uvicorn==0.54.0 fastapi==0.165.0 starlette==1.10.0 annotated-doc==0.0.7 cachetools==8.0.2
 # It needs only torch, numpy and safetensors, in any versions.
 LLM    := llm-dequant==0.1.0
 # The last release before config keys and the experts of mixtures moved; its dependencies are those of the present one.

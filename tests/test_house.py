@@ -51,7 +51,7 @@ HOUSE = {
         "verbs", "readers", "reports", "refit", "parallel", "nn", "dcp", "testkit", "live", "quant", needs=frozenset()
     ),
     "verbs": _room("readers", "reports", "derivation", "live", "engine"),
-    # The training side: only these eight may import torch.
+    # The training side: only these may import torch.
     "dcp": _room("live", needs=CORE | TRAINING),
     "testkit": _room("verbs", needs=CORE | TRAINING),
     "refit": _room("live", needs=CORE | TRAINING),
@@ -68,6 +68,8 @@ HOUSE = {
     "derivation": _room("engine"),
     # What vLLM calls in each of its processes: it must cost them nothing until vLLM uses what it registers.
     "vllm_plugin": _room("refit", needs=frozenset()),
+    # What verl imports in each of its processes.
+    "verl_plugin": _room("refit", needs=TRAINING | {"verl"}),
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),

@@ -13,6 +13,7 @@ OpenRLHF or other code has made works too: `World` finds out which ranks are in 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -247,6 +248,18 @@ def meet(
         check_connections(group, store, secret_bytes, number, size)
         cleanup.pop_all()
     return group
+
+
+def disband(group: dist.ProcessGroup) -> None:
+    """Make torch forget a group of `meet`; its connections are closed as soon as nothing else refers to the group."""
+    distributed_c10d._world.pg_map.pop(group, None)
+
+
+def free_address(host: str) -> str:
+    """Return `HOST:PORT` with a port of this machine that no program uses now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        return f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"
 
 
 def _read_address(address: object) -> tuple[str, int]:

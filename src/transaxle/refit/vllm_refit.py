@@ -41,7 +41,7 @@ from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World, is_loss
 from transaxle.options import select
 from transaxle.refit.adapters import MERGED, read_adapter
-from transaxle.refit.hops import meet
+from transaxle.refit.hops import free_address, meet
 from transaxle.refit.refitting import Pause, Refit, RefitReport
 from transaxle.refit.vllm_engine import VERSION, Meeting, split_layers
 from transaxle.refit.vllm_worker import DIALECT
@@ -527,7 +527,7 @@ class _Engines:
             self._firsts.append(size)
             size += control.workers()
         self.each(lambda control, _: control.init(invitation.as_json()))
-        address = address or _address(self._controls[0].local_host())
+        address = address or free_address(self._controls[0].local_host())
         self._secret = secrets.token_hex()
         return replace(invitation, address=address, size=size, secret=self._secret)
 
@@ -635,10 +635,3 @@ def _of_refit(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments for the `Refit` on the trainer's ranks."""
     refit_options = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
     return {"in_place": True, "dialect": DIALECT, **refit_options}
-
-
-def _address(host: str) -> str:
-    """Return `HOST:PORT` with a port that no program uses now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
-        return f"[{host}]:{listener.getsockname()[1]}" if ":" in host else f"{host}:{listener.getsockname()[1]}"

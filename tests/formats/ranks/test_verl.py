@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import transaxle as tx
-from tests.formats.ranks.verl_job import ACTOR, PACKAGES, TRUTH, Job, launch
+from tests.formats.ranks.verl_job import ACTOR, NEEDED, PACKAGES, TRUTH, Job, launch
 from tests.formats.refusals import refuses
 
-NEEDED = "CI" in os.environ or "NEEDS_VERL" in os.environ
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.slow,

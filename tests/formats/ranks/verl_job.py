@@ -19,6 +19,8 @@ ACTOR, TRUTH = "actor", "truth.pt"
 STEPS = 2
 PACKAGES = Path(os.environ.get("VERL_PACKAGES", f"{sys.prefix}/verl"))
 """The folder into which `make` installs verl without its dependencies, and the few packages that it imports."""
+NEEDED = "CI" in os.environ or "NEEDS_VERL" in os.environ
+"""Whether tests fail without verl, and do not skip."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import pytest
 
 import transaxle as tx
-from transaxle.refit import vllm_refit
+from transaxle.refit import hops, vllm_refit
 from transaxle.refit.vllm_refit import _OPTIONS, VllmRefit, _Engines, _invitation, control
 
 USER, PASSWORD = "trainer", "s3cr/et+pass"
@@ -273,7 +273,7 @@ def test_each_meeting_has_its_own_secret_and_no_error_shows_it() -> None:
 
 def test_the_address_is_one_of_this_machine_as_the_engine_reaches_it(vllm: tuple[type[Vllm], int]) -> None:
     host = control(f"http://127.0.0.1:{vllm[1]}", None, 5).local_host()
-    address, _, port = vllm_refit._address(host).rpartition(":")
+    address, _, port = hops.free_address(host).rpartition(":")
     assert address == "127.0.0.1"
     socket.create_server((address, int(port))).close()
     assert vllm_refit._LONGEST_ANSWER == 1 << 20
