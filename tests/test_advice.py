@@ -29,6 +29,7 @@ from tests.test_hints import COMMANDS, OPTION, texts_by_module
 from transaxle.cli import main
 from transaxle.cli.command import program
 from transaxle.errors import _PROSE as PROSE
+from transaxle.serving import HubServer
 
 UNFOLLOWED = {
     "another program's options, or files that only it writes": (("formats/megatron", "formats/deepspeed"), 17),
@@ -179,6 +180,7 @@ LINES: tuple[tuple[str, Values], ...] = (
     ("check headless --for sglang", {"DST": "out", "BASE": "llama"}),
     ("plan llama out --to hf --write out.plan; work out.plan --items 0", {"PLAN": "out.plan"}),
     ("plan llama out --to hf --write out.plan; work out.plan --begin; work out.plan --commit", {"PLAN": "out.plan"}),
+    ("serve llama --name bad--name", {"ORG/MODEL": "my/llama"}),
 )
 """Commands, of which the last gets advice, and what to put in for the placeholders in the advice. Advice with an
 option whose value is empty is not followed."""
@@ -289,6 +291,7 @@ def attempts(tmp_path_factory: pytest.TempPathFactory) -> list[Attempt]:
     made = {each.name for each in folder.iterdir()}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(HubServer, "wait", lambda _: None)  # it ends as soon as it serves
         return [attempt for line, values in LINES for attempt in _follow(line, values, made)]
 
 

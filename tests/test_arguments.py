@@ -25,9 +25,9 @@ from transaxle import arguments, torch_tensors
 
 ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant, tx.refit)
 RESULTS = {
-    "Check", "Checkpoint", "Comparison", "Explanation", "Finding", "Leftover", "LoadReport", "Path", "Plan",
-    "QuantizedTensor", "Refusal", "Report", "RefitReport", "ReshardReport", "SaveJob", "SaveReport", "StoredTensor",
-    "Support", "Table", "TransaxleError", "Verification",
+    "Check", "Checkpoint", "Comparison", "Explanation", "Finding", "HubServer", "Leftover", "LoadReport", "Path",
+    "Plan", "QuantizedTensor", "Refusal", "Report", "RefitReport", "ReshardReport", "SaveJob", "SaveReport",
+    "StoredTensor", "Support", "Table", "TransaxleError", "Verification",
 }  # fmt: skip
 """Classes that functions return: their constructors are called by nobody else."""
 METHODS = (
@@ -118,7 +118,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "base": (3, None, b"base"), "graft": (3, b"base"), "graft_over": (3, [3]), "over": (3, [3]),
     "only": (3, [3]), "params_dtype": (3, MANY), "path": (3, None, b"model"), "python": (3, b"python"),
     "report": (3, b"page"), "restate": (3, MANY), "rules": (3, MANY), "shard_size": (1.5, MANY, True, None),
-    "skip": (3, [3]), "source": (3, MANY), "src": (3, None, b"model"), "to": (3, None, Path("hf")), "url": (3, b"s3://bucket"),
+    "skip": (3, [3]), "token_file": (3, b"token"),
+    "source": (3, MANY), "src": (3, None, b"model"), "to": (3, None, Path("hf")), "url": (3, b"s3://bucket"),
     "write": (3, b"plan"),
 }  # fmt: skip
 """Values of wrong types, for every argument that is read by `arguments` or `torch_arguments`."""
@@ -161,7 +162,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "named_tensors": given(state=state), "sharding": given(state=state),
         "VllmRefit": given(src_state=state, engine="http://127.0.0.1:1"), "VllmRefit.push": given(self=None),
         "VllmSource": given(state=state), "meet": given(address="127.0.0.1:1", number=0, size=1),
-        "supports": given(config={}, target="hf"),
+        "supports": given(config={}, target="hf"), "serve": given(src=src),
         "from_pretrained": given(model_class=torch.nn.Linear, src=src), "save_pretrained": given(model=model, dst=out),
         "state_dict_as": recast, "loadable_as": recast, "AccelerateHooks": given(model=model),
         "LightningCheckpoints": given(module=model), "tensor_parallel": given(model=model, mesh=None),

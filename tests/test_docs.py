@@ -162,8 +162,8 @@ PAGES = (
     "how-to/many-machines", "how-to/add-a-family", "how-to/deepspeed", "how-to/quantized", "how-to/training",
     "how-to/load", "how-to/save", "how-to/async-save", "how-to/resume", "how-to/training-refused",
     "how-to/quantized-training", "how-to/moe", "how-to/inference", "how-to/refit", "how-to/dcp",
-    "how-to/derive-a-table", "how-to/check", "how-to/graft", "how-to/megatron", "reference/cli", "reference/json",
-    "reference/plan", "depend",
+    "how-to/derive-a-table", "how-to/check", "how-to/graft", "how-to/serve", "how-to/megatron",
+    "reference/cli", "reference/json", "reference/plan", "depend",
 )  # fmt: skip
 """Pages whose examples run as they are written, in a fresh folder."""
 AS_PROGRAMS = "tutorial"

@@ -10,10 +10,10 @@ import pytest
 import transaxle as tx
 
 CORE = {
-    "CODES", "Check", "Checkpoint", "Comparison", "Executor", "Explanation", "Finding", "Leftover", "Plan", "Refusal",
-    "Report", "Sharding", "StoredTensor", "Support", "Table", "TransaxleError", "Verification", "__version__", "check",
-    "check_rules", "clean", "convert", "derive", "diff", "explain", "info", "open", "plan", "report", "supports",
-    "verify",
+    "CODES", "Check", "Checkpoint", "Comparison", "Executor", "Explanation", "Finding", "HubServer", "Leftover", "Plan",
+    "Refusal", "Report", "Sharding", "StoredTensor", "Support", "Table", "TransaxleError", "Verification",
+    "__version__", "check", "check_rules", "clean", "convert", "derive", "diff", "explain", "info", "open", "plan",
+    "report", "serve", "supports", "verify",
 }  # fmt: skip
 LIVE = {
     "AccelerateHooks", "LightningCheckpoints", "LoadPlanner", "LoadReport", "Random", "Refit", "RefitReport",

@@ -84,11 +84,13 @@ def test_options_in_texts_exist_in_both_spellings() -> None:
 def test_keywords_are_those_of_functions_and_options_those_of_commands() -> None:
     known = {
         name
-        for each in (tx.plan, tx.convert, tx.report, tx.diff, tx.check)
+        for each in (tx.plan, tx.convert, tx.report, tx.diff, tx.check, tx.serve)
         for name in inspect.signature(each).parameters
     }
     assert [each for each in KEYWORDS.values() if each.partition("=")[0] not in known] == []
-    commands = {option for each in ("plan", "convert", "report", "diff", "check") for option in options_of(each)}
+    commands = {
+        option for each in ("plan", "convert", "report", "diff", "check", "serve") for option in options_of(each)
+    }
     assert KEYWORDS.keys() <= commands
     for option, command in OF_COMMANDS.items():
         assert option in options_of(command), option

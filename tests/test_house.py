@@ -48,9 +48,23 @@ HOUSE = {
     "__main__": _room("cli", needs=frozenset()),
     "cli": _room(DOORWAY, "readers", "reports", "derivation", "live", "engine", needs=CORE | TERMINAL),
     DOORWAY: _room(
-        "verbs", "readers", "reports", "refit", "parallel", "nn", "dcp", "testkit", "live", "quant", needs=frozenset()
+        "verbs",
+        "serving",
+        "readers",
+        "reports",
+        "refit",
+        "parallel",
+        "nn",
+        "dcp",
+        "testkit",
+        "live",
+        "quant",
+        needs=frozenset(),
     ),
-    "verbs": _room("readers", "reports", "derivation", "live", "engine"),
+    "verbs": _room("conversions", "serving", "readers", "reports", "derivation", "live", "engine"),
+    "conversions": _room("readers", "reports", "live", "engine"),
+    # A checkpoint as a hub.
+    "serving": _room("engine"),
     # The training side: only these may import torch.
     "dcp": _room("live", needs=CORE | TRAINING),
     "testkit": _room("verbs", needs=CORE | TRAINING),

@@ -27,7 +27,7 @@ from transaxle.options import EXCLUSIONS, OPENING, OPTIONS, VERBS, Exclusion, co
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(tx, name) for name in VERBS}
 COMMANDS = {"open": "ls"}
 """Verbs whose command has another name."""
-OBSERVERS = {"progress", "watch"}
+OBSERVERS = {"log", "progress", "watch"}
 """Keyword arguments of verbs that are no options: what sees the work."""
 ANNOTATIONS = {
     "axes": "Axes | None", "config": "Config | None", "count": "int | None", "flag": "bool",
@@ -90,7 +90,7 @@ def test_options_without_a_docstring_are_documented_by_open_or_convert() -> None
     assert set(VERBS["convert"]) - set(OPENING) <= documented(tx.convert)
     for verb, function in FUNCTIONS.items():
         own = set(inspect.signature(function).parameters) - documented(function)
-        referred = set(VERBS["convert"] if verb in {"plan", "supports"} else OPENING)
+        referred = set(VERBS["convert"] if verb in {"plan", "serve", "supports"} else OPENING)
         assert own <= referred, (verb, own - referred)
 
 

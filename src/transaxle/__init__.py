@@ -28,6 +28,7 @@ _ELSEWHERE = {
     "Executor": "engine.distribute.executors",
     "Explanation": "engine.explanations",
     "Finding": "readers.findings",
+    "HubServer": "serving",
     "Leftover": "formats.store.leftovers",
     "LightningCheckpoints": "live.integrations.lightning_io",
     "LoadPlanner": "live.integrations.dcp_planners",
@@ -99,7 +100,8 @@ if TYPE_CHECKING:
     from transaxle.readers.findings import Finding
     from transaxle.refit.refitting import Refit, RefitReport
     from transaxle.reports.reporting import report
-    from transaxle.verbs import check, convert, diff, info, open, plan, supports, verify  # noqa: A004
+    from transaxle.serving import HubServer
+    from transaxle.verbs import check, convert, diff, info, open, plan, serve, supports, verify  # noqa: A004
 
 
 def __getattr__(name: str) -> Any:
@@ -147,6 +149,7 @@ __all__ = [
     "Executor",
     "Explanation",
     "Finding",
+    "HubServer",
     "Leftover",
     "LightningCheckpoints",
     "LoadPlanner",
@@ -194,6 +197,7 @@ __all__ = [
     "reshard",
     "save",
     "save_pretrained",
+    "serve",
     "sharding",
     "state_dict_as",
     "supports",

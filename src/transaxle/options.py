@@ -150,6 +150,16 @@ SECTIONS: Mapping[str, tuple[Option, ...]] = {
                default=True),
         Option("values", "flag", "Read all tensors, and show statistics of their values.", default=False),
     ),
+    "Serving": (
+        Option("name", "text", "Name under which clients ask for the model.  [default: the folder's name]",
+               metavar="ORG/MODEL", example="my-org/my-model", common=True),
+        Option("host", "text", "Address on which to listen; if not the loopback, each request needs a token.  "
+               "[default: 127.0.0.1]", metavar="ADDRESS", example="127.0.0.1", common=True),
+        Option("port", "count", "Port on which to listen.  [default: a free one]", metavar="N", maximum=65_535,
+               common=True),
+        Option("token_file", "path", "File with the token that each request needs.  [default: none on the loopback, "
+               "elsewhere a new one]", metavar="FILE", common=True),
+    ),
     "Working": (
         Option("jobs", "count", "Threads.  [default: cores, up to 8]", metavar="N", maximum=1024),
         Option("memory", "memory", "Memory for all buffers together.  [default: 64MB]", metavar="SIZE"),
@@ -178,6 +188,8 @@ OF_ONE = frozenset({"decode", "weights", "average"})
 """Options that need not apply to both of two compared checkpoints (one may have nothing to decode or choose)."""
 SHAPING = ("shard_size", "allow_lossy", "strict", "check_source")
 """Options of a conversion's plan whose values are plain data."""
+PLACING = ("overwrite", "resume")
+"""Options on what is at the target already."""
 _CHECKING = ("reader", "python", "time_limit")
 _DEGREES = ("tp", "pp", "ep", "dp", "device", "make_vocab_size_divisible_by")
 _WRITING = (*OPENING, *SHAPING, "encode", "group_size", *_DEGREES, "jobs", "memory", "on", "items")
@@ -201,6 +213,18 @@ VERBS: Mapping[str, tuple[str, ...]] = {
         "encode",
         "group_size",
         *_DEGREES,
+    ),
+    "serve": (
+        "name",
+        "host",
+        "port",
+        "token_file",
+        *OPENING,
+        *SHAPING,
+        "encode",
+        "group_size",
+        "jobs",
+        "memory",
     ),
     "verify": ("jobs", "memory", *OPENING),
     "diff": ("numeric", "report", "jobs", "memory", *OPENING),
@@ -273,6 +297,11 @@ def command_spelling(name: str) -> str:
 def select(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return the entries of `options` whose names are among `names`."""
     return {name: options[name] for name in names if name in options}
+
+
+def select_opening(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a conversion with which its source is opened; with `encode`, patterns are of the target."""
+    return select(options, (*READING, *GRAFTING) if "encode" in options else OPENING)
 
 
 def _in_python() -> dict[str, str]:

@@ -5,9 +5,8 @@ The module `options` documents every option; tests compare the signatures in thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from transaxle.arguments import (
@@ -23,29 +22,24 @@ from transaxle.arguments import (
     read_degrees,
     read_mesh,
     read_options,
-    read_path,
     read_source,
     read_text,
     suggests,
 )
+from transaxle.conversions import Conversion, open_and_make_plan
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, open_source
 from transaxle.engine.observers import Progress, Unverified, Unwatched, Watch, no_progress, report_progress
-from transaxle.errors import Refused
-from transaxle.options import GRAFTING, OPENING, READING, SHAPING, SHARD_SIZE, select
+from transaxle.options import OPENING, READING, SHAPING, SHARD_SIZE, select
 
 if TYPE_CHECKING:
     from transaxle.engine.carry import Report
     from transaxle.engine.compare import Comparison
     from transaxle.engine.distribute.driver import On
-    from transaxle.engine.distribute.work_plan import ConversionOrder
-    from transaxle.engine.execute import CheckedPlan
-    from transaxle.engine.plan.conversion import Prepared
     from transaxle.engine.plan.planned import Plan
     from transaxle.engine.support import Support
     from transaxle.engine.verification import Verification
-    from transaxle.engine.views.encode import Encode
     from transaxle.readers.checking import Check
-    from transaxle.reports.reporting import ConversionPage
+    from transaxle.serving import HubServer
 
 
 @suggests
@@ -193,215 +187,19 @@ def check(
         return check_opened(checkpoint, reader, **how)
 
 
-def _encode_request(options: Mapping[str, Any]) -> Encode | None:
-    """Return which tensors the user wants to encode; None for no tensors."""
-    if (encoding := options.get("encode")) is None:
-        return None
-    from transaxle.engine.views.encode import Encode
+def _numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments `encode` and `degrees` of `make_plan`: what to encode, and the parallel degrees."""
+    numbers: dict[str, Any] = {"encode": None, "degrees": read_degrees(options)}
+    if "encode" in options:
+        from transaxle.engine.views.encode import Encode
 
-    return Encode(encoding, options.get("only", ()), options.get("skip", ()), options.get("group_size") or 0)
+        only, skip, group = options.get("only", ()), options.get("skip", ()), options.get("group_size") or 0
+        numbers["encode"] = Encode(options["encode"], only, skip, group)
+    return numbers
 
 
 _WORK = ("overwrite", "sync", "jobs", "memory")
 """Options of a conversion that a plan file contains."""
-
-
-class _Conversion:
-    """A conversion that the user has requested, with options that have been checked.
-
-    Args:
-        src: path of a checkpoint, or an opened checkpoint.
-        dst: path or URL of the target.
-        options: option name -> value, for options that differ from their defaults.
-        watch: observer of the run.
-
-    Attributes:
-        target: path or URL of the target.
-        opening: option name -> value, for opening the source.
-        limit: maximum number of workers, and maximum memory.
-        page: object that writes the HTML page; None if no page was requested, and on all ranks of a job but the first.
-        order: the conversion as plain data for other processes; None if this process converts alone.
-
-    Raises:
-        TypeError: if the source is an opened checkpoint, although other processes must open it themselves.
-        TransaxleError: if creating `order` fails, or the page cannot be written.
-    """
-
-    def __init__(self, src: CheckpointLike, dst: PathLike, options: Mapping[str, Any], watch: Watch) -> None:
-        from transaxle.move.workers import limits
-
-        self._src, self._options, self._watch = src, options, watch
-        self.target = read_path("dst", dst)
-        self._encode = _encode_request(options)
-        self._degrees, self._shaping = read_degrees(options), select(options, SHAPING)
-        self.opening = select(options, OPENING if self._encode is None else (*READING, *GRAFTING))
-        self.limit = limits(options.get("jobs"), options.get("memory"))
-        self._together = options.get("on") == "torchrun"
-        if "reader" in options:
-            from transaxle.engine.plan.conversion import parse_to
-            from transaxle.readers.checking import require_reader
-
-            require_reader(options["reader"], options.get("python"), parse_to(options["to"])[0], self.target)
-        self._leads = True
-        if self._together:
-            from transaxle.engine.distribute.driver import is_lead
-
-            self._leads = is_lead()
-        self.page: ConversionPage | None = self._new_page() if "report" in options and not self._together else None
-        self.order: ConversionOrder | None = None
-        if "on" in options or "write" in options:
-            from transaxle.engine.distribute.driver import check_on
-            from transaxle.engine.distribute.work_plan import order
-
-            if "on" in options:
-                check_on(options["on"])
-            if isinstance(src, Checkpoint):
-                needs = "on" if "on" in options else "write"
-                raise TypeError(f"{needs} needs the path of src: other processes open it themselves")
-            how: dict[str, Any] = {"encode": self._encode, "degrees": self._degrees}
-            self.order = order(read_source("src", src), self.target, options["to"], self.opening, self._shaping, **how)
-
-    def _new_page(self) -> ConversionPage:
-        from transaxle.reports.reporting import ConversionPage
-
-        return ConversionPage(self._options["report"])
-
-    @contextmanager
-    def open_and_plan(self, *, running: bool) -> Iterator[CheckedPlan]:
-        """Open the source, plan the conversion, and check the target; files stay open inside the `with` block.
-
-        Args:
-            running: whether the plan will be executed next; the value is passed to `preflight`.
-        """
-        from transaxle.engine.execute import explain_swapped, preflight
-        from transaxle.engine.plan.conversion import make_plan
-
-        with explain_swapped(self._src, self.target), open_source("src", self._src, self.opening) as checkpoint:
-            with self._watch.working("planning"):
-                prepared = make_plan(
-                    checkpoint,
-                    self._options["to"],
-                    target=self.target,
-                    encode=self._encode,
-                    degrees=self._degrees,
-                    **self._shaping,
-                )
-                target = self.target if self.order is None or not running else self.order.target
-                how: dict[str, Any] = {"running": running, "several": self.order is not None, "limit": self.limit}
-                cleared = preflight(prepared, target, **how, **select(self._options, ("overwrite", "resume")))
-            self._watch.planned(cleared)
-            yield cleared
-
-    def carry_out(self, progress: Progress) -> Report:
-        """Carry out the conversion; then, if the user asked for it, read the result back and write the HTML page.
-
-        Args:
-            progress: function that is called with the number of bytes written.
-        """
-        from transaxle.engine.plan.conversion import require_ready
-
-        way_on = "run the same command again to continue" if self._options.get("resume", False) else ""
-        with ExitStack() as stack:
-            prepared: Prepared | None = None
-            if self._together:
-                self._watch.state("nothing was written", way_on)
-                report = self._by_ranks(progress)
-                if self._leads and self.order is not None:
-                    prepared = stack.enter_context(self.order.prepare())
-            else:
-                prepared = cleared = stack.enter_context(self.open_and_plan(running=True))
-                if self.page is not None:
-                    self.page.write_refused(cleared.plan)
-                require_ready(cleared)
-                self._watch.state("nothing was written", way_on)
-                report = self._execute(cleared, progress)
-            if prepared is not None and self._options.get("verify", False):
-                self._watch.state(f"{self.target} is written, but not verified")
-                report = replace(report, verification=self._read_back(prepared))
-            if prepared is not None and "reader" in self._options:
-                self._watch.state(f"{self.target} is written, but not checked for {self._options['reader']}")
-                report = replace(report, check=self._check())
-            if prepared is not None and self.page is not None:
-                self._watch.state(f"{self.target} is written, but not its report")
-                self.page.write(prepared.plan, report)
-        self._require_sound(report)
-        return report
-
-    def _require_sound(self, report: Report) -> None:
-        """Raise `Unverified` if the result is not equal to the source, or the reader would not load it."""
-        if report.verification is not None:
-            from transaxle.engine.read_back import refuse_unequal
-
-            try:
-                refuse_unequal(report.verification, report.path)
-            except Refused as error:
-                raise Unverified(error.refusals, report) from None
-        if report.check is not None and not report.check:
-            from transaxle.readers.findings import refusals_of
-
-            raise Unverified(refusals_of(report.check.path, report.check.findings), report)
-
-    def _execute(self, cleared: CheckedPlan, progress: Progress) -> Report:
-        """Execute the plan, in this process or by several worker processes."""
-        if self.order is not None:
-            from transaxle.engine.distribute.driver import convert_on
-
-            with self._watch.workers() as events:
-                return convert_on(
-                    self.order, cleared, self._options["on"], progress=progress, watch=events, **self._how
-                )
-        from transaxle.engine.execute import execute
-        from transaxle.formats.store.staging import takes_parts
-
-        how = select(self._options, ("overwrite", "resume", "sync"))
-        total = sum(tensor.nbytes for tensor in cleared.plan.tensors)
-        with report_progress(self._watch, progress, total, "copying", stays=True) as counted:
-            if takes_parts(self.target):
-                from transaxle.engine.distribute.driver import convert_in_parts
-
-                return convert_in_parts(cleared, self.target, limit=self.limit, progress=counted, **how)
-            times = None if self.page is None else self.page.times
-            return execute(cleared, self.target, limit=self.limit, progress=counted, times=times, **how)
-
-    def _by_ranks(self, progress: Progress) -> Report:
-        """Convert together with the other ranks of a torchrun job; all ranks must call this method."""
-        from transaxle.live.torchrun import convert_together
-
-        assert self.order is not None
-        if not self._leads:
-            return convert_together(self.order, **self._how)
-        with self._watch.workers() as events:
-            return convert_together(self.order, progress=progress, watch=events, look=self._look, **self._how)
-
-    def _look(self, prepared: Prepared) -> None:
-        """Prepare the HTML page, and write it at once if the plan has errors; called on a job's first rank."""
-        if "report" not in self._options:
-            return
-        from transaxle.engine.execute import preflight
-
-        self.page, how = self._new_page(), select(self._options, ("overwrite", "resume"))
-        self.page.write_refused(preflight(prepared, self.target, several=True, limit=self.limit, **how).plan)
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return select(self._options, ("items", "overwrite", "resume", "sync", "jobs", "memory"))
-
-    def _check(self) -> Check:
-        """Check whether the reader loads the result."""
-        from transaxle.readers.checking import check as check_opened
-
-        how = select(self._options, ("python", "time_limit"))
-        with self._watch.working(f"loading with {self._options['reader']}"), open_checkpoint(self.target) as written:
-            return check_opened(written, self._options["reader"], **how)
-
-    def _read_back(self, prepared: Prepared) -> Verification:
-        """Verify the result by reading it back; the source is opened with the same options as before."""
-        from transaxle.engine.read_back import read_back
-
-        opening: Mapping[str, Any] = self.opening
-        if isinstance(self._src, Checkpoint):
-            opening = self._src.reopening.options if self._src.reopening else {}
-        return read_back(prepared, self.target, opening, self.limit, self._watch.progress)
 
 
 @suggests
@@ -469,7 +267,8 @@ def plan(
     Returns:
         The plan; `.refusals` lists every reason against the conversion, in `src` and in `dst`.
     """
-    conversion = _Conversion(src, dst, options := read_options("plan", locals()), watch or Unwatched())
+    options = read_options("plan", locals())
+    conversion = Conversion(src, dst, options, _numbers(options), watch or Unwatched())
     with conversion.open_and_plan(running=False) as cleared:
         if write is not None and conversion.order is not None and not cleared.plan.refusals:
             from transaxle.engine.distribute.work_plan import work_plan, write_plan
@@ -583,7 +382,97 @@ def convert(
     options = read_options("convert", locals())
     observer = watch or Unwatched()
     observer.state("nothing was written")
-    return _Conversion(src, dst, options, observer).carry_out(progress)
+    way_on = "run the same command again to continue" if resume else ""
+    return Conversion(src, dst, options, _numbers(options), observer).carry_out(progress, way_on)
+
+
+@suggests
+def serve(
+    src: CheckpointLike,
+    to: str = "hf",
+    *,
+    name: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    token_file: PathLike | None = None,
+    log: Callable[[str], None] | None = None,
+    watch: Watch | None = None,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: Config | None = None,
+    axes: Axes | None = None,
+    rules: PathLike | None = None,
+    weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
+    ranks: str | None = None,
+    graft: PathLike | None = None,
+    graft_over: Patterns = (),
+    decode: DType | None = None,
+    restate: str | None = None,
+    dtype: DType | None = None,
+    merge: PathLike | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
+    shard_size: Size = SHARD_SIZE,
+    allow_lossy: bool = False,
+    strict: bool = False,
+    check_source: bool = True,
+    encode: str | None = None,
+    group_size: int | None = None,
+    jobs: int | None = None,
+    memory: Size | None = None,
+) -> HubServer:
+    """Serve a checkpoint as a hub: clients with `HF_ENDPOINT` set download the files that `convert` would write.
+
+    Nothing is written: the files are computed while they are sent, in threads of this process, until the result is
+    closed.
+
+        with tx.serve("run/step-1000", decode="bf16") as hub:
+            subprocess.run(["hf", "download", hub.name], env=os.environ | hub.environment)
+
+    Args:
+        src: path of a checkpoint, or an opened checkpoint, which must stay open.
+        to: format and dialect of the files, as in `convert`.
+        name: name of the model for clients, `NAME` or `OWNER/NAME`; None means the name of the folder.
+        host: address on which to listen; None means 127.0.0.1. On any address but the loopback, requests need a token.
+        port: port on which to listen; None means a free one.
+        token_file: path of a file with the token that each request needs; None means none on the loopback, and a new
+            one elsewhere.
+        log: function called with a line of text for each request, from several threads.
+        watch: observer of the preparation.
+        jobs: number of threads that compute at the same time.
+        memory: maximum bytes of their buffers together.
+
+    The other arguments are those of `convert`.
+
+    Returns:
+        The running server, a context manager: `.url`, `.name`, `.commit`, `.token`, `.environment`, `.close()`.
+
+    Raises:
+        TypeError: if an argument has a wrong type, or options exclude each other.
+        UsageError: with the code AMBIGUOUS if clients would not accept the name, or the file holds no token.
+        TransaxleError: with every reason against the conversion; or with the code IO if the port is in use.
+    """
+    from transaxle.engine.planned_files import PlannedFiles
+    from transaxle.move.workers import limits
+    from transaxle.serving import LOOPBACK, HubServer, read_token, repository_name
+
+    options, target = read_options("serve", locals()), read_text("to", to, "hf")
+    observer, address = watch or Unwatched(), (host or LOOPBACK, port or 0)
+    path = src.path if isinstance(src, Checkpoint) else read_source("src", src)
+    chosen = repository_name(name, path), address, read_token(options.get("token_file"), address[0])
+    with ExitStack() as stack:
+        opened = open_and_make_plan(src, target, None, options, _numbers(options), observer)
+        prepared = stack.enter_context(opened)
+        with observer.working("checking copies"):
+            files = PlannedFiles(prepared, limits(jobs, memory))
+        return HubServer(files, prepared.plan, *chosen, log or _ignore, stack.pop_all())
+
+
+def _ignore(_: str) -> None:
+    """Ignore a line of text; the default of `log`."""
 
 
 @suggests
@@ -641,12 +530,11 @@ def supports(
     from transaxle.engine.support import answer
 
     source, target = read_text("source", source, "safetensors:hf"), read_text("target", target, "dcp:torchtitan")
-    degrees = read_degrees({**read_mesh(mesh), **options})
     return answer(
         settings(config=config, **select(options, ("family", "axes", "rules"))),
         (source, target),
         select(options, ("decode", "restate", "dtype", "only", "skip")),
-        {"encode": _encode_request(options), "degrees": degrees, **select(options, SHAPING)},
+        {**_numbers({**read_mesh(mesh), **options}), **select(options, SHAPING)},
     )
 
 
@@ -785,4 +673,4 @@ def diff(
     return comparison
 
 
-__all__ = ["Unverified", "Watch", "check", "convert", "diff", "info", "open", "plan", "supports", "verify"]
+__all__ = ["Unverified", "Watch", "check", "convert", "diff", "info", "open", "plan", "serve", "supports", "verify"]

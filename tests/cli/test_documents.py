@@ -35,7 +35,7 @@ _WAY = (
     "plan ck there --to torchtitan --items 2 --write PLAN", "work PLAN --begin", "work PLAN --items 0-1",
     "work PLAN --commit", "plan hf vllm --mesh fsdp=2 --mesh tp=2 --config dense --ranks-per-node 2",
 )  # fmt: skip
-"""Commands, one after the other, in all forms that have documents of their own; the demo has a test of its own."""
+"""Commands, one after the other, in all forms with documents of their own; demo and `serve` have their own tests."""
 _FAILURES = ("ls missing", "ls --nonsense", "convert ck out --to hf", "plan ck out --to hf")
 """Commands that fail after these."""
 
@@ -60,7 +60,7 @@ def test_what_commands_print_is_as_their_schemas_say(around: Path, transaxle: Tr
         assert "error" not in transaxle(*line.split(), "--json").json, line
     for line in _FAILURES:
         assert transaxle(*line.split(), "--json").json["error"]["exit_code"], line
-    assert {line.split()[0] for line in _WAY} == {*COMMANDS} - {"demo"}
+    assert {line.split()[0] for line in _WAY} == {*COMMANDS} - {"demo", "serve"}
 
 
 def test_a_plan_with_everything_in_it(ck: Path) -> None:

@@ -583,6 +583,7 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.convert"),
     "supports": ("Say from a config.json alone whether a conversion works.", "transaxle.cli.convert"),
     "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.convert"),
+    "serve": ("Serve a checkpoint as a hub, without a copy on disk.", "transaxle.cli.serve"),
     "work": ("Carry out a planned conversion in parts, on many machines.", "transaxle.cli.jobs"),
     "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.comparison"),
     "check": ("Check whether a program will load a checkpoint.", "transaxle.cli.comparison"),

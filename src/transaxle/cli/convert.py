@@ -545,17 +545,22 @@ def _plan_refit(
     return 0
 
 
-def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
-    before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
-    head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
-    screen.line((" · ".join(text for text in head if text), "bold"))
-    _print_routes(screen, plan)
+def print_plan_notes(screen: Screen, plan: Plan) -> None:
+    """Print what a plan takes, leaves and changes besides the moves of axes, and its notes."""
     print_grafted(screen, plan.grafted, plan.grafted_files)
     print_stayed(screen, plan.stayed)
     print_counted(screen, plan.counted)
     print_others(screen, plan.kept, plan.ignored, plan.carried)
     print_notes(screen, plan.notes)
     print_recoded(screen, plan.recoded)
+
+
+def _print_plan(screen: Screen, plan: Plan, limit: Limits) -> None:
+    before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
+    head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
+    screen.line((" · ".join(text for text in head if text), "bold"))
+    _print_routes(screen, plan)
+    print_plan_notes(screen, plan)
     if plan.aliases:
         screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
     if plan.compared:

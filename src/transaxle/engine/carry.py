@@ -113,6 +113,18 @@ def prove(part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *
     return errors
 
 
+def require_finite(prepared: Prepared, steps: Iterable[RecodedTensor], limit: Limits) -> None:
+    """Refuse finite values that steps (such as casts) make infinite, unless the plan allows them; the steps' tensors
+    are read.
+
+    Raises:
+        Refused: with code LOSSY, and every tensor that has such values.
+    """
+    if not prepared.plan.allow_lossy:
+        recoding = prepared.checkpoint.container.recoding
+        refuse_infinite(measure(recoding, steps, limit), recoding.dtype)
+
+
 def carry(
     tensors: Sequence[PlannedTensor],
     storage: Storage,

@@ -160,7 +160,7 @@ def preflight(
             return prepared
         raise ValueError(f"this plan is cleared for {prepared.request}, not for {request}")
     limit = (limit or limits()).with_min_block(prepared.plan.band)
-    problems = list(prepared.plan.refusals)
+    task, problems = check_source(prepared, target, limit)
 
     def found(step: Callable[[], None]) -> bool:
         try:
@@ -170,12 +170,6 @@ def preflight(
             return True
         return False
 
-    if limit.is_explicit and limit.min_memory(prepared.plan.band) > limit.memory:
-        message = f"encoding the largest tensor needs {limit.min_memory(prepared.plan.band):,} bytes of buffers"
-        hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
-        problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
-    task = task_of(prepared, problems)
-    problems += _damage(prepared, target) if prepared.check_source else ()
     if running and not problems:
         watch_source(prepared)
     errors: dict[str, Error] = {}
@@ -200,6 +194,24 @@ def preflight(
         plan, prepared.checkpoint, prepared.draft, prepared.check_source,
         request=request, task=task, finished=finished, errors=errors,
     )  # fmt: skip
+
+
+def check_source(prepared: Prepared, target: str, limit: Limits) -> tuple[Task, list[Refusal]]:
+    """Return the identity of a conversion, and all refusals that do not depend on what is at the target.
+
+    Args:
+        prepared: the plan, as returned by `make_plan`.
+        target: path or URL of the target; empty for a folder that is not written.
+        limit: number of worker threads, and memory of their buffers.
+    """
+    band, problems = prepared.plan.band, list(prepared.plan.refusals)
+    if limit.is_explicit and limit.min_memory(band) > limit.memory:
+        message = f"encoding the largest tensor needs {limit.min_memory(band):,} bytes of buffers"
+        hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
+        problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
+    task = task_of(prepared, problems)
+    problems += _damage(prepared, target) if prepared.check_source else ()
+    return task, problems
 
 
 def _check_place(

@@ -192,6 +192,12 @@ class Step(msgspec.Struct, frozen=True, gc=False):
             for first_row in range(0, rows, step):
                 yield number, first_row, min(first_row + step, rows)
 
+    def end_of_band(self, band: tuple[int, int, int]) -> int:
+        """Return the offset, in the bytes of the values, after the last byte of a band."""
+        rows, columns = self.shape[-2:]
+        number, _, last_row = band
+        return (number * rows + last_row) * columns * numpy_dtype(self.dtype).itemsize
+
     def global_scale(self, size: float) -> np.float32:
         """Return the global scale of a matrix whose amax (largest absolute value) is `size`."""
         return CONVENTIONS[self.convention].global_from_amax(size, self.spec)
@@ -223,27 +229,49 @@ def buffer_blocks(
         room: number of bytes of values per band (group of rows); a single row of tiles may exceed it.
         report_error: function called with the rounding error of each band of codes.
     """
+    if step.role in WITHOUT_BANDS:
+        yield whole_buffer(step, sizes)
+        return
+    bands = list(step.bands(room))
+    ends = [step.end_of_band(band) for band in bands]
+    for band, block in zip(bands, values(ends), strict=True):
+        codes, error = encode_band(step, band, block, sizes)
+        if error is not None:
+            report_error(error)
+        yield codes
+
+
+WITHOUT_BANDS = frozenset({Role.GLOBAL, Role.SHAPE})
+"""Buffers that are computed without the tensor's values, other than the amax of each matrix."""
+
+
+def whole_buffer(step: Step, sizes: Sequence[float]) -> memoryview:
+    """Return the bytes of a buffer in `WITHOUT_BANDS`; for a description of the arguments see `buffer_blocks`."""
     if step.role == Role.GLOBAL:
-        yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
-        return
-    if step.role == Role.SHAPE:
-        yield np.array(step.shape, np.int64).view(np.uint8).data
-        return
+        return np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
+    return np.array(step.shape, np.int64).view(np.uint8).data
+
+
+def encode_band(
+    step: Step, band: tuple[int, int, int], block: memoryview, sizes: Sequence[float]
+) -> tuple[memoryview, Error | None]:
+    """Return the bytes of one band of a buffer, and the rounding error of the band if the buffer is that of the codes.
+
+    Args:
+        step: the description of the buffer to compute.
+        band: `(matrix, first row, last row)`, as `Step.bands` yields it.
+        block: the values of the band.
+        sizes: the amax (largest absolute value) of each matrix, if matrices have global scales.
+    """
     from transaxle.encodings.arithmetic.codec import encode_error, encode_rows
 
-    rows, columns = step.shape[-2:]
-    kind = numpy_dtype(step.dtype)
-    bands = list(step.bands(room))
-    ends = [(number * rows + last_row) * columns * kind.itemsize for number, _, last_row in bands]
-    for (number, first_row, last_row), block in zip(bands, values(ends), strict=True):
-        band_values = np.frombuffer(block, kind).reshape(last_row - first_row, columns)
-        size = sizes[number] if step.spec.has_global else None
-        codes, scale = encode_rows(step.spec, band_values, amax=size)
-        if step.role == Role.SCALE:
-            yield np.ascontiguousarray(scale).view(np.uint8).reshape(-1).data
-            continue
-        report_error(encode_error(step.spec, band_values, codes, scale, factor=step.factor(sizes, number)))
-        yield codes.reshape(-1).data
+    number, first_row, last_row = band
+    band_values = np.frombuffer(block, numpy_dtype(step.dtype)).reshape(last_row - first_row, step.shape[-1])
+    codes, scale = encode_rows(step.spec, band_values, amax=sizes[number] if step.spec.has_global else None)
+    if step.role == Role.SCALE:
+        return np.ascontiguousarray(scale).view(np.uint8).reshape(-1).data, None
+    error = encode_error(step.spec, band_values, codes, scale, factor=step.factor(sizes, number))
+    return codes.reshape(-1).data, error
 
 
 def matrix_amaxes(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
