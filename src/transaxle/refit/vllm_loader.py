@@ -130,7 +130,8 @@ def load_weights(model: nn.Module, model_config: Any, extra: object) -> LoadRepo
     world = World(get_world_group().cpu_group)
     config = dict(model_config.hf_config.to_dict())
     ranks = ranks_of(vllm_config.parallel_config)
-    worker, reason = _describe(model, config, ranks, vllm_config)
+    with world.together():
+        worker, reason = _describe(model, config, ranks, vllm_config)
     reasons = [text for text in world.gather(reason) if text]
     with world.together():
         checkpoint = _open(extra, model_config, model_config.model)

@@ -2,9 +2,10 @@
 
     python -m tests.refit.plugs.loading_engines
 
-reads orders, one a line: the arguments of an `LLM` in JSON, and whether to ask it. It prints one line of JSON for each:
-the answers to the prompts, each with the logarithms of its tokens' probabilities, and what each worker has loaded; or
-the text of an error. `register` is an entry point of vLLM's plugins: it runs in each worker.
+reads orders, one a line: the arguments of an `LLM` in JSON, whether to ask it, and a checkpoint that it reloads before,
+or nothing. It prints one line of JSON for each: the answers to the prompts, each with the logarithms of its tokens'
+probabilities, and what each worker has loaded; or the text of an error. `register` is an entry point of vLLM's plugins:
+it runs in each worker.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def main() -> None:
     for line in sys.stdin:
         log.unlink(missing_ok=True)
         said: Any
-        arguments, asks = json.loads(line)
+        arguments, asks, reloaded = json.loads(line)
         llm: Any = None
         try:
             llm = LLM(
@@ -120,6 +121,9 @@ def main() -> None:
                 disable_custom_all_reduce=True, **arguments,
             )  # fmt: skip
             loads = [json.loads(each) for each in log.read_text().splitlines()]
+            if reloaded:
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": reloaded})
+                llm.reset_prefix_cache()
             said = [_answers(llm) if asks else [], sorted(loads, key=lambda load: load["rank"])]
         except Exception as error:  # noqa: BLE001 - the test compares it
             said = f"{type(error).__name__}: {error}"

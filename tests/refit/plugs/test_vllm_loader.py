@@ -228,6 +228,18 @@ def test_quantized_weights_are_loaded_by_vllm(tmp_path: Path, parameters: Callab
     assert "model.layers.0.mlp.down_proj.scales" in loaded.error
 
 
+def test_codes_are_decoded(tmp_path: Path, parameters: Callable[[Loading], Loaded]) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 128}
+    planted.make({**planted.QWEN3_MOE, **sizes}, tmp_path / "plain")
+    tx.convert(tmp_path / "plain", tmp_path / "codes", to="hf", encode="float8_block", sync=False)
+    tx.convert(tmp_path / "codes", tmp_path / "truth", to="hf", decode="bf16", sync=False)
+    extra = {"path": str(tmp_path / "codes"), "decode": "bf16"}
+    _same(parameters(Loading(str(tmp_path / "truth"), str(tmp_path / "plain"), extra, 2)), stored_bytes=2)
+    loaded = parameters(Loading(str(tmp_path / "truth"), str(tmp_path / "plain"), {"path": str(tmp_path / "codes")}))
+    assert "is quantized" in loaded.error
+    assert '"decode"' in loaded.error
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path, parameters: Callable[[Loading], Loaded]) -> None:
     hub_folder = _hub(tmp_path, "moe")
     served = _config_alone(hub_folder)
@@ -292,7 +304,7 @@ def test_engines_answer_alike(
     extra = _convert_as_peers_save(hub_folder, tmp_path / "other", to)
     ours = {"model": _config_alone(hub_folder), "load_format": "transaxle", "model_loader_extra_config": extra}
     (truth, of_truth), (answers, of_ours) = (
-        engines([{**arguments, **parallel}, asks]) for arguments in ({"model": str(hub_folder)}, ours)
+        engines([{**arguments, **parallel}, asks, None]) for arguments in ({"model": str(hub_folder)}, ours)
     )
     assert answers == truth
     assert bool(truth) == asks
@@ -304,6 +316,17 @@ def test_engines_answer_alike(
         assert load.reported is not None
         assert load.reported <= WASTE * 2 * load.parameters  # files have float32, and parameters bfloat16
         assert load.reported <= load.counted < load.reported + whole  # the latter includes metadata and modules
+
+
+@pytest.mark.deferred
+def test_an_engine_reloads_another_checkpoint(tmp_path: Path, engines: Ask) -> None:
+    first, second = (Path(source(tmp_path / name, MODELS["llama"], seed)) for seed, name in enumerate(("one", "two")))
+    extra = _convert_as_peers_save(first, tmp_path / "first", "torch_dist")
+    tx.convert(second, tmp_path / "second", to="dcp:torchtitan", sync=False)
+    truth, _ = engines([{"model": str(second)}, True, None])
+    ours = {"model": _config_alone(first), "load_format": "transaxle", "model_loader_extra_config": extra}
+    answers, _ = engines([ours, True, str(tmp_path / "second")])
+    assert answers == truth
 
 
 @pytest.mark.deferred
