@@ -137,11 +137,11 @@ def _missing_rank(folder: Path) -> None:
     (folder / "model_world_size_4_rank_2.pt").unlink()
 
 
-def _adapter(folder: Path) -> None:
-    """A LoRA of all projections of attention of `llama`, as peft stores it."""
+def lora(folder: Path, config: Mapping[str, Any], rank: int = 4, **changes: Any) -> None:
+    """A LoRA of all projections of attention of a Llama, as peft stores it, with changes of its config."""
     folder.mkdir()
-    random, rank = np.random.default_rng(7), 4
-    linear, _ = quantized.llama_shapes(quantized.llama_config(**_LLAMA))
+    random = np.random.default_rng(7)
+    linear, _ = quantized.llama_shapes(config)
     held: dict[str, np.ndarray] = {}
     for name, (rows, columns) in linear.items():
         if "self_attn" in name:
@@ -150,7 +150,7 @@ def _adapter(folder: Path) -> None:
             held[f"{stem}.lora_B.weight"] = random.standard_normal((rows, rank)).astype(np.float32)
     save_file(held, folder / "adapter_model.safetensors")
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": modules}
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": modules, **changes}
     (folder / "adapter_config.json").write_text(json.dumps(said))
 
 
@@ -206,7 +206,7 @@ SOURCES: Mapping[str, Callable[[Path], object]] = MappingProxyType(
         "unknown": _unknown,
         "pair": _pair,
         "damaged": _damaged,
-        "adapter": _adapter,
+        "adapter": lambda folder: lora(folder, quantized.llama_config(**_LLAMA)),
         "pair.rules": lambda file: file.write_text(_RULES),
         "llama.json": lambda file: file.write_text(json.dumps(quantized.llama_config(**_LLAMA))),
     }

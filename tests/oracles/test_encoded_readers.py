@@ -118,7 +118,7 @@ def verdicts(
 
 
 BOTH_RIGHT, BOTH_WRONG, BOTH_FAIL = f"{RIGHT} {RIGHT}", f"{WRONG} {WRONG}", f"{FAILS} {FAILS}"
-NAMED = "encoded, as --only says"
+NAMED = "encoded on request"
 PLAIN = "left plain"
 CASES = [
     # what is right has no note

@@ -141,7 +141,7 @@ def test_a_model_without_layers_that_transformers_would_read_is_not_encoded(
     only = "transformer.h.*.mlp.*weight"
     plan = tx.plan(tmp_path / "base", tmp_path / "out", to="hf", encode="float8_block", only=only)
     assert len(plan.recoded) == 4
-    assert any(note.startswith("encoded, as --only says: 4 weights") and reason in note for note in plan.notes)
+    assert any(note.startswith("encoded on request: 4 weights") and reason in note for note in plan.notes)
 
 
 @pytest.mark.peers

@@ -224,7 +224,10 @@ _USUAL_DIALECTS = (_MEMORY, "hf")
 _CACHED = 16
 """Number of cached pairs of factors A and B; a weight that is read in several blocks then reads its pair only once."""
 _UNCHANGED = "adapter_config.json may name {} modules for which the adapter has nothing; they stay as they are"
-_DECODE = "Decode the weight first (convert with --decode bf16), and merge the adapter into the result."
+_DECODE = (
+    "Decode the model first:  transaxle convert SRC PLAIN --to hf --decode bf16, and then  transaxle convert PLAIN OUT "
+    "--to hf --merge ADAPTER."
+)
 
 
 class Model(Protocol):

@@ -488,7 +488,7 @@ def _in_bytes(entry: Entry, bits: int, move: BoxCopy) -> BoxCopy:
             "UNSUPPORTED",
             f"{entry.dtype} elements have {bits} bits, and this layout would split a byte between two tensors",
             tensor=entry.name,
-            hint="Choose a layout that keeps the rows whole, or decode the tensor:  --decode bf16.",
+            hint="Choose a layout that keeps the rows whole, or all names:  --to safetensors:identity.",
         )
     scaled = [(n, s * bits // 8, t * bits // 8) for n, s, t in outer]
     run = (count * bits // 8, 1, 1)

@@ -51,7 +51,7 @@ _SHOWN = 3
 """Largest number of refusals that a printed answer shows."""
 _FILE = "tensors"
 """Name of the file, of which no byte exists, in which all tensors of an implied checkpoint are."""
-_EXACT = "whether --restate changes no value is seen only in the files: a conversion refuses those that it would round"
+_EXACT = "only the files show whether restating changes a value: a conversion refuses those that it would round"
 _Form = tuple[str, tuple[int, ...]]
 """Dtype and shape of a stored tensor."""
 _HUB_NAMES = frozenset({"hf", "transformers", "torchtitan_hf"})

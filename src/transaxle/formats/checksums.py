@@ -36,7 +36,7 @@ _MAX_PARTS = 4096
 """Maximum number of separate parts of one byte range whose checksums are remembered; the checksums of further parts are
 dropped, and these parts are read again at the end."""
 _POLYNOMIAL, _ONES = 0xEDB88320, 0xFFFFFFFF
-_HINT = "Copy or download the file again; `transaxle verify` finds everything that is damaged."
+_HINT = "Copy or download the file again; `transaxle verify SRC` finds everything that is damaged."
 
 SummedRange = tuple[int, int, int]
 """A part of a byte range with its checksum: `(first byte in the file, offset after the last byte, CRC-32 of the

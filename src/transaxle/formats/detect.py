@@ -79,7 +79,8 @@ _RANK = re.compile(rf"({_META}[._]|(?:.*[._-])?rank[._-]?)(\d+)((?:[._-].*)?\.(?
 _OF_RANKS = (
     "Each file has one rank's share of a model's tensors, and does not state along which axes they are cut: join the "
     "files with the program that wrote them (transformers' convert_llama_weights_to_hf.py for Meta's), and convert the "
-    'result. A single file can keep its names: --to safetensors:identity (to="safetensors:identity").'
+    "result. One file, given by its own path, keeps its names with --to safetensors:identity "
+    '(to="safetensors:identity").'
 )
 _MAX_SUBFOLDERS = 50
 _SNAPSHOTS = "snapshots"
@@ -236,7 +237,7 @@ def _open(storage: Storage, path: str, choices: _Choices) -> Container:
     folder = _folder(storage)
     if SCRATCH in folder.folders or (storage.single and _unfinished_around(path)):
         message = "a run that was killed, or is still at work, has not written all of this: the rest is zeros"
-        hint = "Continue the run with --resume and its other options, or remove its work with transaxle clean."
+        hint = "Continue the run with --resume and its other options, or remove its work:  transaxle clean TARGET."
         raise refuse("INCOMPLETE", message, file=path, hint=hint)
     matches = _matches_in(folder, choices)
     if not matches and storage.single and choices.kind and choices.kind.one_file:

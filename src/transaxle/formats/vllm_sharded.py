@@ -46,7 +46,7 @@ _OWN = (
     "Convert the folder from which vLLM read the model. Folders of sharded state that vLLM saved are not read, because "
     "vLLM packs weights for its kernels before it saves them."
 )
-_DECODE = "Decode it to values:  --decode bf16."
+_ONE_RANK = "One rank has whole tensors:  --tp 1."
 _AGAIN = "Copy the folder again, with the files of all ranks, or write it anew."
 
 
@@ -155,7 +155,7 @@ def _pieces(spec: Spec, part: Shares | None, ranks: int) -> _Pieces:
         blocks_of_ranks = tuple(tuple((box, rank > 0) for box in boxes) for rank in range(ranks))
         return _Pieces(0, None, blocks_of_ranks, (spec.shape,) * ranks)
     if spec.dtype in PACKED:
-        raise refuse("UNSUPPORTED", f"{spec.dtype} elements are not cut over ranks", tensor=spec.name, hint=_DECODE)
+        raise refuse("UNSUPPORTED", f"{spec.dtype} elements are not cut over ranks", tensor=spec.name, hint=_ONE_RANK)
     dim, positions = part
     intervals = _split_alike(positions)
     covered: set[tuple[int, int]] = set()
@@ -166,7 +166,7 @@ def _pieces(spec: Spec, part: Shares | None, ranks: int) -> _Pieces:
         covered.update(rank_intervals)
     if count_positions(tuple(covered)) != spec.shape[dim]:
         message = f"the cuts of the dialect give no rank some of the {spec.shape[dim]} indices of dim {dim}"
-        raise refuse("UNSUPPORTED", message, tensor=spec.name, hint="Write another number of ranks (--tp).")
+        raise refuse("UNSUPPORTED", message, tensor=spec.name, hint=_ONE_RANK)
     counts = map(count_positions, intervals)
     shapes = tuple((*spec.shape[:dim], count, *spec.shape[dim + 1 :]) for count in counts)
     return _Pieces(dim, intervals, tuple(blocks), shapes)

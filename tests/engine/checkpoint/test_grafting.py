@@ -53,7 +53,7 @@ def _without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
 
 
-def _weights(config: Mapping[str, Any], seed: int, dtype: Any = ml_dtypes.bfloat16) -> Tensors:
+def random_weights(config: Mapping[str, Any], seed: int, dtype: Any = ml_dtypes.bfloat16) -> Tensors:
     """Random weights of a model, without layers ahead, under the hub's names."""
     (family,) = builtin().of_types([config["model_type"]])
     model, random = Model(family, Sizes(family, config)), np.random.default_rng(seed)
@@ -63,7 +63,7 @@ def _weights(config: Mapping[str, Any], seed: int, dtype: Any = ml_dtypes.bfloat
 
 def glm(seed: int, *, ahead: bool) -> Tensors:
     """Random weights of the GLM; the layer ahead is an ordinary one, with six more tensors."""
-    weights = _weights(GLM, seed)
+    weights = random_weights(GLM, seed)
     if not ahead:
         return weights
     random, width = np.random.default_rng(seed + 1), GLM["hidden_size"]
@@ -276,13 +276,13 @@ def test_a_graft_of_nothing_and_another_model_are_refused(folders: Path, tmp_pat
     with demand_refusal("AMBIGUOUS", "nothing to graft"):
         tx.open(folders / "base", graft=folders / "source")
     wide = {**GLM, "vocab_size": 128}
-    write(tmp_path / "wide", _weights(wide, 0), config=wide)
+    write(tmp_path / "wide", random_weights(wide, 0), config=wide)
     with demand_refusal("SHAPE_MISMATCH", "n (vocab_size): 128 in the source, 96 in the base"):
         tx.open(tmp_path / "wide", graft=folders / "base")
     write(tmp_path / "unbiased", glm(0, ahead=False), config={**GLM, "attention_bias": False})
     with demand_refusal("SHAPE_MISMATCH", "attention_bias: False in the source, True in the base"):
         tx.open(tmp_path / "unbiased", graft=folders / "base")
-    write(tmp_path / "other", _weights(TEXT, 0), config=TEXT)
+    write(tmp_path / "other", random_weights(TEXT, 0), config=TEXT)
     with demand_refusal("UNSUPPORTED", "their tables do not fit"):
         tx.open(tmp_path / "other", graft=folders / "base")
     with pytest.raises(TypeError, match="graft_over needs graft"):
@@ -347,7 +347,7 @@ def test_other_encodings_are_decoded_and_listed_as_plain(folders: Path, tmp_path
 
 
 def test_a_tower_comes_back_to_a_text_model_that_was_trained_alone(tmp_path: Path) -> None:
-    text, whole = _weights(TEXT, 1), _weights(WHOLE, 2)
+    text, whole = random_weights(TEXT, 1), random_weights(WHOLE, 2)
     write(tmp_path / "text", text, config=TEXT)
     write(tmp_path / "whole", whole, config=WHOLE)
     report = tx.convert(tmp_path / "text", tmp_path / "out", to="hf", graft=tmp_path / "whole", verify=True)
@@ -368,7 +368,7 @@ def test_a_tower_comes_back_to_a_text_model_that_was_trained_alone(tmp_path: Pat
 
 
 def test_a_config_without_its_tower_gets_it_from_the_base(tmp_path: Path) -> None:
-    whole = _weights(WHOLE, 2)
+    whole = random_weights(WHOLE, 2)
     write(tmp_path / "whole", whole, config=WHOLE)
     write(
         tmp_path / "source",

@@ -178,7 +178,7 @@ dialect mine like hf
         assert all("left plain: 1 weight whose codes transformers" in note for note in report.notes)
     named = tx.plan(source, tmp_path / "x", to="hf", only="*", **said)
     assert {each.name for each in named.recoded} == set(shapes)
-    assert all("encoded, as --only says: 1 weight whose codes" in note for note in named.notes)
+    assert all("encoded on request: 1 weight whose codes" in note for note in named.notes)
     mine = tx.plan(source, tmp_path / "x", to="mine", **said)  # nothing of transformers reads it
     assert {each.name for each in mine.recoded} == set(shapes)
     assert not mine.notes

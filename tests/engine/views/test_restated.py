@@ -514,6 +514,21 @@ def test_training_engines_get_an_amax(tmp_path: Path) -> None:
         assert before[f"{Q}.weight"].tobytes() == after[f"{Q}.weight"].tobytes()
 
 
+@pytest.mark.parametrize(("dtype", "is_exact"), [("bfloat16", True), ("float32", False)])
+def test_a_hub_gets_a_divisor_that_changes_no_value_of_the_models_type(
+    dtype: str, is_exact: bool, tmp_path: Path
+) -> None:
+    """An amax of 1.7 has a divisor that gives the same values in bfloat16, and others in float32."""
+    source = quantized.store(tmp_path / "a", quantized.plain_llama(d=64, f=64, g=1, r=1, head=64))
+    tx.convert(source, tmp_path / "b", to="hf", encode="nvfp4", sync=False)
+    tensors = {
+        n: torch.full_like(t, 1.7) if "amax" in n else t
+        for n, t in restate(tmp_path / "b", tmp_path / "c", "te").items()
+    }
+    trained = save(tmp_path / "d", tensors, {**quantized.config_of(source), "torch_dtype": dtype})
+    assert (not tx.plan(trained, tmp_path / "x", to="hf").refusals) == is_exact
+
+
 @peers
 def test_hubs_have_no_files_for_training_engines(tmp_path: Path) -> None:
     """`--to hf` of TransformerEngine's tensors writes compressed-tensors' form, which is not what `te` asks for."""

@@ -341,7 +341,7 @@ class _Finder:
         """
         head, dot, segment = name.rpartition(".")
         if message := self._of_integers(name):
-            self._refuse("UNSUPPORTED", name, message)
+            self._refuse("UNSUPPORTED", name, message, _CONFIG if message.endswith(_NO_CONFIG) else "")
             return
         expected = [f"{head}{dot}{codes}" for codes in self._codes_of(segment, head + dot, self.entries[name])]
         if not expected:
@@ -578,7 +578,10 @@ def _check_integers(
 
 
 _NO_VALUES = "whose values are not known here"
-_NO_CONFIG = f"{_NO_VALUES} without a config that describes them (--config FILE gives one)"
+_NO_CONFIG = f"{_NO_VALUES} without a config that describes them"
+_CONFIG = (
+    "Give the model's config with --config FILE, or keep the tensors exactly as stored:  --to safetensors:identity."
+)
 
 
 def is_parameter(name: str) -> bool:

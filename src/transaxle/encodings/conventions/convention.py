@@ -454,7 +454,7 @@ def _te_encoding(note: _TensorNote) -> Encoding:
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
 """Names of the conventions in which training programs save quantized weights."""
-_OUT = 'Keep it as it is with to="dcp", or write the decoded values:  transaxle convert --decode bf16 --to hf.'
+_OUT = "Keep it as it is:  --to dcp. The result can then be decoded:  transaxle convert SRC DST --to hf --decode bf16."
 _AT_ONCE = 256
 """Number of matrices that are compared at once, to limit the memory used."""
 
@@ -574,5 +574,4 @@ def _inexact(tensor: EncodedTensor, amax: float, to: Convention, dtype: str) -> 
     message = (
         f"its amax is {amax!r}: values of {dtype} would change, because no float32 scale gives {factor} in {to.name}"
     )
-    hint = _OUT if dtype != "F32" else f"To keep the codes and lose precision, use model.bfloat16(). {_OUT}"
-    return Refusal("UNSUPPORTED", message, Where(None, tensor.name), hint)
+    return Refusal("UNSUPPORTED", message, Where(None, tensor.name), _OUT)

@@ -62,6 +62,10 @@ _TOKEN = re.compile(r"_token_(?:id|index)$")
 """Pattern of config keys that concern the tokens of pictures, sounds and videos."""
 _TIE = frozenset({"tie_word_embeddings"})
 """Config key of a text model that a larger model states too, at the top or in the section of the text model."""
+_DECODE = (
+    "Decode it first:  transaxle convert SRC PLAIN --to hf --decode bf16, and then  transaxle convert PLAIN OUT "
+    "--to hf --graft BASE."
+)
 _TEXT = "text_config"
 """Config key of the section of the text model in a larger one."""
 _OF_WHOLE = _TIE | {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
@@ -682,7 +686,7 @@ def _in_whole_model(
         raise refuse("UNSUPPORTED", message, hint=hint)
     if part.catalog.encoded:
         message = f"{part.path} is quantized, and a part of the larger model {family.name}"
-        raise refuse("UNSUPPORTED", message, hint="Decode it first:  convert it with --decode bf16.")
+        raise refuse("UNSUPPORTED", message, hint=_DECODE)
     dialect = family.dialect(part.reading.dialect.label) or whole.reading.dialect
     config = dict(whole.config)
     if with_own_config:

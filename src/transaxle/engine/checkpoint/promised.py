@@ -58,7 +58,7 @@ LOST = "a program that loads the model refuses it, or draws them at random"
 _UNSCALED = "a program that loads the model looks for scales"
 _PLAIN = f"{_UNSCALED}; written with --decode bf16 it is plain as a whole"
 _NO_CODES = f"{_UNSCALED}; if the weights have been decoded, remove the section from the config"
-_CODES = "a program that loads the model takes the codes for values; written --to hf its config describes them"
+_CODES = "a program that loads the model takes the codes for values; written with --decode bf16 it is plain as a whole"
 _NO_INDEX = "many programs read one file: list the tensors of both in an index"
 _MOST_FILES = 8
 """Largest number of other files whose headers are read."""

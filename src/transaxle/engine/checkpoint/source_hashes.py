@@ -41,8 +41,8 @@ _UNCHECKED = "convert with --no-check-source (check_source=False)"
 _MEANT = f"{_INTACT} If the change is intended, {_UNCHECKED}, or delete {MANIFEST}."
 _MEANT_ALONE = f"{_INTACT} If the change is intended, {_UNCHECKED}."
 _MEANT_BESIDE = (
-    f"Restore the file. If the change is intended, let `transaxle verify` show that nothing else has changed, "
-    f"and delete {MANIFEST}."
+    f"Restore the file. If the change is intended, let `transaxle verify SRC` show that nothing else has "
+    f"changed, and delete {MANIFEST}."
 )
 _MEANT_CONFIG = f"If the change is intended, name the file (--config FILE, config=), or delete {MANIFEST}."
 

@@ -43,7 +43,7 @@ from transaxle.encodings.conventions.convention import (
 )
 from transaxle.encodings.conventions.packed_methods import PACKED_FILES
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG, module_of, read
-from transaxle.encodings.conventions.restating import describe_inputs
+from transaxle.encodings.conventions.restating import describe_inputs, dtype_of_model
 from transaxle.encodings.conventions.rewriting import rewrite_config
 from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, PLAIN, EncodedTensor, Error, Role
 from transaxle.encodings.value_steps import CASTING, RecodedTensor
@@ -67,8 +67,6 @@ _FILE = "\0restated "
 """Prefix of the names of the virtual files that contain recoded values."""
 _COUNTED = 4
 """Number of tensors whose inexact values are counted; of all further tensors only the first such value is read."""
-_VALUES = "BF16"
-"""Dtype to which codes are decoded if nothing else states the dtype of their values."""
 
 
 def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
@@ -98,6 +96,7 @@ def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
         message = f"a hub's folder has such tensors in the convention {to.name}, because no config describes {TE}"
         hint = f"To keep the names:  --to {SAFETENSORS.name}:{IDENTITY}. For the hub:  --restate {to.name}."
         return checkpoint, [Refusal("UNSUPPORTED", message, Where(None, trained_tensors[0].name), hint)]
+    values = dtype_of_model(checkpoint.config)
     files: dict[str, InMemoryFile] = {}
     entries: dict[str, Entry] = {}
     problems = [refusal for tensor in trained_tensors if (refusal := refusal_for_hub(tensor)) is not None]
@@ -107,7 +106,7 @@ def to_hub_encoding(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
             entries[buffer.stored] = replace(entry, name=buffer.name, dtype=buffer.dtype or entry.dtype)
         if Role.GLOBAL in tensor.parts:
             stored = entries[tensor.parts[Role.GLOBAL]]
-            scales, refusal = hub_global_scales(tensor, _amaxes(container, tensor), to, _VALUES)
+            scales, refusal = hub_global_scales(tensor, _amaxes(container, tensor), to, values)
             problems += [refusal] if refusal is not None else []
             files[_FILE + stored.name] = InMemoryFile(scales.astype("<f4").tobytes())
             extent = Extent((0,) * len(stored.shape), stored.shape, _FILE + stored.name, 0)
@@ -400,7 +399,10 @@ def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: st
         "--allow-lossy, or use bf16, which has the range of fp32."
     )
     if dtype is None:
-        hint = "Cast the model first (convert with --dtype bf16), or allow infinite values with --allow-lossy."
+        hint = (
+            "Allow infinite values with --allow-lossy, or cast the model first:  transaxle convert SRC CAST --to hf "
+            "--dtype bf16, and then  transaxle convert CAST OUT --to hf --merge ADAPTER."
+        )
     decoded = "finite values (code times scale) would become infinite when decoded"
     keep = "Leave these tensors encoded with --skip NAME, or allow infinite values with --allow-lossy."
     problems = []

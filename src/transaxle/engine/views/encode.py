@@ -85,7 +85,7 @@ The pattern also matches linear layers that transformers never treats as encoded
 layers in float32, and mistakes a layer whose name ends in `_weight` for a weight.
 """
 _LEFT_PLAIN_NOTE = "left plain"
-_ENCODED_NOTE = "encoded, as --only says"
+_ENCODED_NOTE = "encoded on request"
 _EXPERT = "expert"
 _CONV2D_DIMS = 4
 """Number of dims of the weight of a 2-D convolution."""

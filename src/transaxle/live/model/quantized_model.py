@@ -159,6 +159,9 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(msgspec.structs.replace(container, entries=entries), settings, None, None, checkpoint.undecoded)
 
 
+_CAST = "To keep the codes and lose precision, use model.bfloat16(). "
+
+
 class _HubEntries:
     """Collects this rank's entries for a hub, and the new names and dtypes of the entries on all ranks."""
 
@@ -188,7 +191,9 @@ class _HubEntries:
 
     def _convert_global(self, weight: _EncodedWeight, amax: torch.Tensor) -> torch.Tensor:
         scales, refusal = hub_global_scales(weight.tensor, amax.detach().cpu().numpy(), self._to, weight.dtype)
-        self.problems += [refusal] if refusal is not None else []
+        if refusal is not None:
+            hint = f"{_CAST}{refusal.hint}" if weight.dtype == "F32" else refusal.hint
+            self.problems.append(replace(refusal, hint=hint))
         return torch.from_numpy(np.ascontiguousarray(scales)).to(amax.device)
 
 
