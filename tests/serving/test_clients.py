@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,27 +132,38 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return cuts
 
 
-def test_an_interrupted_download_resumes(cuts: list[int], log: list[str], tmp_path: Path) -> None:
-    """The client asks for the rest of the file. It keeps whole pieces of 10 MB of what it has got."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 28 MB."""
     values = np.random.default_rng(0).integers(0, 255, (28, 1 << 20), np.uint8)
-    source = write(tmp_path / "ck", {f"layer.{number}": row for number, row in enumerate(values)})
+    return write(tmp_path_factory.mktemp("large") / "ck", {f"layer.{n}": row for n, row in enumerate(values)})
+
+
+def test_an_interrupted_download_resumes(large: Path, cuts: list[int], log: list[str], tmp_path: Path) -> None:
+    """The client asks for the rest of the file. It keeps whole pieces of 10 MB of what it has got."""
     cuts += [12_000_000, 11_000_000]
-    with tx.serve(source, "safetensors:identity", name=NAME, log=log.append) as hub:
+    with tx.serve(large, "safetensors:identity", name=NAME, log=log.append) as hub:
         snapshot = snapshot_download(NAME, endpoint=hub.url, cache_dir=tmp_path / "cache")
         assert cuts == []
-    assert (Path(snapshot) / WHOLE).read_bytes() == (source / WHOLE).read_bytes()
+    assert (Path(snapshot) / WHOLE).read_bytes() == (large / WHOLE).read_bytes()
     parts = [line.split()[0] for line in log if line.split()[1] == "GET" and line.split()[2].endswith(WHOLE)]
     assert parts == ["200", "206", "206"]
 
 
-def test_a_killed_client_resumes(hub: HubServer, written: dict[str, bytes], log: list[str], tmp_path: Path) -> None:
-    """One that keeps the part of a file that it has, as curl does."""
-    shard = max(written, key=lambda name: len(written[name]))
-    url, part = f"{hub.url}/{NAME}/resolve/main/{shard}", tmp_path / "part"
-    part.write_bytes(written[shard][:1_234_567])
-    subprocess.run(["curl", "-sSfL", "-C", "-", "-o", part, url], check=True, timeout=60)
-    assert part.read_bytes() == written[shard]
-    assert any(line.startswith("206") for line in log)
+def test_a_killed_client_resumes(large: Path, log: list[str], tmp_path: Path) -> None:
+    """curl keeps the part of a file that it has got."""
+    part = tmp_path / "part"
+    with tx.serve(large, "safetensors:identity", name=NAME, log=log.append) as hub:
+        words = ["curl", "-sSfL", "-C", "-", "-o", str(part), f"{hub.url}/{NAME}/resolve/main/{WHOLE}"]
+        with subprocess.Popen([*words, "--limit-rate", "8M"]) as client:
+            while not part.exists() or part.stat().st_size < 3_000_000:
+                assert client.poll() is None
+                time.sleep(0.01)
+            client.kill()
+        assert part.stat().st_size < 28_000_000
+        subprocess.run(words, check=True, timeout=60)
+    assert part.read_bytes() == (large / WHOLE).read_bytes()
+    assert [line for line in log if line.startswith("206")]
 
 
 def test_a_source_that_changes_is_an_error_for_clients(trained: Path, tmp_path: Path) -> None:
