@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import transaxle as tx
 from tests.formats.ranks.verl_job import ACTOR, NEEDED, PACKAGES, TRUTH, Job, launch
@@ -32,7 +33,20 @@ JOBS = {
     "hsdp": Job("hsdp", 4),
     "fsdp1": Job("fsdp1", 2, "qwen3"),
 }
-MERGER = "import os, sys; sys.path.append(os.environ['PACKAGES']); from verl.model_merger.__main__ import main; main()"
+ADAPTER = "lora_adapter/adapter_model.safetensors"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+MERGERS = """
+import os, sys
+sys.path += os.environ["PACKAGES"], os.environ["EXAMPLES"]
+from verl.model_merger.__main__ import main
+import verl_merger
+command = ["", "merge", "--backend", "fsdp", "--local_dir", sys.argv[1] + "/actor"]
+sys.argv = [*command, "--target_dir", sys.argv[2]]; main()
+sys.argv = [*command, "--target_dir", sys.argv[-1] + "-ours"]; verl_merger.main()
+if not os.path.exists(sys.argv[-1] + "/lora_adapter"):
+    sys.argv = ["", "test", *command[2:], "--test_hf_dir", sys.argv[-1]]; verl_merger.main()
+"""
+"""Runs verl's merger, and the example's into another folder, and compares the files with that folder."""
 
 
 @pytest.fixture(scope="module", params=list(JOBS))
@@ -78,22 +92,36 @@ def test_weights_and_optimizer(saved: tuple[Job, Path], tmp_path: Path) -> None:
 
 
 def test_verl_s_own_merger_writes_the_same(saved: tuple[Job, Path], tmp_path: Path) -> None:
-    """The merger rounds to bfloat16, always."""
+    """The merger rounds to bfloat16, always; the example, by verl's interface, does so too."""
     job, folder = saved
-    command = [sys.executable, "-c", MERGER, "merge", "--backend", "fsdp", "--local_dir", str(folder / ACTOR)]
-    environment = {**os.environ, "PACKAGES": str(PACKAGES)}
-    completed = subprocess.run(
-        [*command, "--target_dir", str(tmp_path / "theirs")], env=environment, capture_output=True, check=False
-    )
-    assert completed.returncode == 0, completed.stderr.decode()
+    theirs = merge(folder, tmp_path / "merged")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in theirs.values())
     tx.convert(folder / ACTOR, tmp_path / "ours", to="hf", optimizer=False, dtype="bf16", sync=False)
-    with tx.open(tmp_path / "ours") as ours, tx.open(tmp_path / "theirs") as theirs:
-        expected: dict[str, Any] = {name: theirs[name].torch() for name in theirs}
-        assert set(ours) - set(expected) <= ({"lm_head.weight"} if job.tied else set())
-        assert set(expected) <= set(ours)
-        for name, tensor in expected.items():
-            assert tensor.dtype == torch.bfloat16
-            assert torch.equal(ours[name].torch(), tensor), name
+    for path in (tmp_path / "ours", tmp_path / "merged-ours"):
+        with tx.open(path) as ours:
+            assert set(ours) - set(theirs) <= ({"lm_head.weight"} if job.tied else set())
+            assert_same(ours, theirs | {name: ours[name].torch() for name in set(ours) - set(theirs)})
+
+
+def merge(folder: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Run both mergers; return the tensors that verl's writes."""
+    environment = {**os.environ, "PACKAGES": str(PACKAGES), "EXAMPLES": str(EXAMPLES)}
+    command = [sys.executable, "-c", MERGERS, str(folder), str(target)]
+    completed = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert completed.returncode == 0, completed.stderr.decode()
+    with tx.open(target) as theirs:
+        return {name: theirs[name].torch() for name in theirs}
+
+
+def test_both_mergers_write_the_same_adapter_and_base(tmp_path: Path) -> None:
+    launch(Job("fsdp2", 2, lora=True, based=True), tmp_path)
+    theirs = merge(tmp_path, tmp_path / "merged")
+    with tx.open(tmp_path / "merged-ours") as ours:
+        assert_same(ours, theirs)
+    own, other = (load_file(tmp_path / name / ADAPTER) for name in ("merged-ours", "merged"))
+    assert own.keys() == other.keys()
+    assert own
+    assert all(torch.equal(own[name], other[name]) for name in own)
 
 
 def test_a_live_model_loads_it(saved: tuple[Job, Path]) -> None:

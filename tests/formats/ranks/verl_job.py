@@ -40,6 +40,8 @@ class Job:
     """The option of FSDP1."""
     lora: bool = False
     """Whether an adapter is trained, and it alone is saved."""
+    based: bool = False
+    """Whether the base of the adapter is saved too."""
     step: int = STEPS
 
 
@@ -107,7 +109,7 @@ def main(job: Job, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    contents = {"save_contents": ["model", "optimizer", "extra"], "save_lora_only": job.lora}
+    contents = {"save_contents": ["model", "optimizer", "extra"], "save_lora_only": job.lora and not job.based}
     manager = FSDPCheckpointManager(model, optimizer, schedule, checkpoint_config=contents)
     manager.save_checkpoint(str(folder / ACTOR), global_step=job.step)
     whole = gather(job, model, optimizer)
