@@ -186,6 +186,17 @@ def test_the_state_of_a_run_is_an_item_from_0_19_on(
     assert tx.diff(hubs["llama"], tmp_path / "back")
 
 
+@pytest.mark.parametrize("lost", ["common.pt", "metadata.json"])
+def test_tensors_of_a_folder_without_megatrons_own_files(lost: str, hubs: dict[str, Path], tmp_path: Path) -> None:
+    """DCP reads them alone; the two keys that each norm has in Megatron's folders are of one tensor."""
+    tx.convert(hubs["qwen3_moe"], tmp_path / "out", to="torch_dist")
+    (tmp_path / "out/release" / lost).unlink()
+    with refuses("INCOMPLETE", "the copy is not whole", hint="/out/release --format dcp"):
+        tx.open(tmp_path / "out")
+    tx.convert(tmp_path / "out/release", tmp_path / "back", to="hf", format="dcp")
+    assert tx.diff(hubs["qwen3_moe"], tmp_path / "back")
+
+
 def test_a_folder_for_any_ranks_is_not_for_some(hubs: dict[str, Path], tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [{"pp": 2}, {"tp": 2, "ep": 2}]
     for given in cases:

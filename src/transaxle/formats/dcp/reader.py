@@ -87,7 +87,12 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
         StorageError: with the code IO if a file cannot be read.
     """
     metadata_names = (member,) if member == METADATA else metadata_files(set(storage.names()) - {METADATA})
-    return read_folder(storage, path, metadata_names, Conventions())
+    if DCP.sidecars.isdisjoint(storage.names()):
+        return read_folder(storage, path, metadata_names, Conventions())
+    container = read_folder(storage, path, metadata_names, Conventions(select=without_aliases))
+    carried = tuple(name for name in container.carried if name not in DCP.sidecars)  # they would name another format
+    ignored = {*container.carried, *container.ignored}.difference(carried)
+    return msgspec.structs.replace(container, carried=carried, ignored=tuple(sorted(ignored)))
 
 
 def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conventions: Conventions) -> Container:
@@ -174,6 +179,25 @@ class Conventions:
     an item that must be read."""
     select: Callable[[Sequence[SavedItem]], Sequence[SavedItem]] = list
     """Function that selects the items of a metadata file that belong to the checkpoint."""
+
+
+def without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
+    """Return the items, except those that are second keys of a tensor (items with the same chunks as an earlier item).
+
+    Transaxle writes such second keys in Megatron's folders, see `megatron.torch_dist.draft`.
+    """
+    chunks_by_first: dict[
+        SavedChunk, list[tuple[SavedChunk, ...]]
+    ] = {}  # items are compared by first chunk only, because a tensor may have very many chunks
+    selected = []
+    for item in items:
+        if item.dtype is not None and item.chunks:
+            alike = chunks_by_first.setdefault(item.chunks[0], [])
+            if item.chunks in alike:
+                continue
+            alike.append(item.chunks)
+        selected.append(item)
+    return selected
 
 
 class _ItemOfRanks(NamedTuple):

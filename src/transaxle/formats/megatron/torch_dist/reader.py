@@ -56,8 +56,8 @@ from transaxle.formats.catalog import (
     Twin,
     number,
 )
-from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
-from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
+from transaxle.formats.dcp.metadata import Payload, SavedItem
+from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder, without_aliases
 from transaxle.formats.megatron.flat_buckets import (
     LEAVE_OUT,
     Objects,
@@ -566,7 +566,7 @@ class _Items:
         for item in items:
             if item.unflattened is not None:
                 self.shapes[_name(item.key)] = item.unflattened
-        return _without_aliases(items)
+        return without_aliases(items)
 
     def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
         """Return the key paths of items, reordered so that the parameter comes before the optimizer state."""
@@ -599,25 +599,6 @@ class _Items:
         if key == begin and object_name(f"{begin}{_SHARD}0_1") is None:
             self._shard_leaves[begin] = leaf
         return leaf
-
-
-def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
-    """Return the items, except those that are second keys of a tensor (items with the same chunks as an earlier item).
-
-    Transaxle itself writes such second keys, see `draft`.
-    """
-    chunks_by_first: dict[
-        SavedChunk, list[tuple[SavedChunk, ...]]
-    ] = {}  # items are compared by first chunk only, because a tensor may have very many chunks
-    selected = []
-    for item in items:
-        if item.dtype is not None and item.chunks:
-            alike = chunks_by_first.setdefault(item.chunks[0], [])
-            if item.chunks in alike:
-                continue
-            alike.append(item.chunks)
-        selected.append(item)
-    return selected
 
 
 def _without_shard(key: str) -> str:
