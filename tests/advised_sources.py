@@ -445,6 +445,8 @@ ADVISED: Mapping[str, Make] = MappingProxyType(
         "trainer": _trainer,
         "cut_anyhow": _cut_anyhow,
         "no_config": _of_no_config,
+        "lost_state": _without("zero", "*optim_states.pt"),
+        "lost_ranks": _without("ranks_moe", "distrib_optim.pt"),
         "gptq_alone": _gptq_alone,
         "gptq_plain.json": _text(quantized.llama_config(**_QUANTIZED)),
         "odd_scale": _odd_scale,

@@ -33,7 +33,7 @@ from transaxle.formats.training_state import LEFT_BEHIND
 from transaxle.serving import HubServer
 
 UNFOLLOWED = {
-    "another program's options, or files that only it writes": (("formats/megatron", "formats/deepspeed"), 16),
+    "another program's options, or files that only it writes": (("formats/megatron", "formats/deepspeed"), 13),
     "a service, a cluster, or a run that dies halfway": (("formats/store", "engine/distribute", "live/torchrun"), 20),
     "a program that trains or serves, in Python": (("live", "quant", "refit"), 4),
     "other programs' environments, which need minutes to run": (("readers",), 8),
@@ -224,6 +224,9 @@ LINES: tuple[tuple[str, Values], ...] = (
     # files and folders
     ("convert two_kinds out --to identity", {}),
     ("convert no_common out --to hf", {}),
+    ("convert lost_state out --to hf", {}),
+    ("convert lost_ranks out --to dcp:hf --optimizer", {}),
+    ("convert other_cuts out --to hf", {"FILE": "down.rules", "--family": ""}),
     ("convert of_another_package out --to te --no-check-source", {"NAME": "safetensors"}),
     ("convert flipped.pt out --to identity", {"SRC": "flipped.pt"}),
     ("convert edited out --to te", {"SRC": "edited"}),
