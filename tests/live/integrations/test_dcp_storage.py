@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live import topologies
@@ -81,6 +81,35 @@ def test_every_division_loads_any_checkpoint(
 ) -> None:
     tx.convert(hub_folder, tmp_path / "source", to=target)
     assert max(run(world, _load, how, str(tmp_path / "source"), _whole(hub_folder), {})) <= 1.05
+
+
+def _expert_parallel(rank: int, world: int, source: str, target: str, truth: Tensors) -> float:
+    """Load experts that are divided over one mesh dim, and each over another; compare them, and save them as files."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep_shard", "ep"))
+    state = {
+        name: distribute_tensor(
+            torch.full_like(value, -1), mesh,
+            [Shard(1), Shard(0)] if ".experts." in name else [Shard(0), Replicate()], src_data_rank=None,
+        )
+        for name, value in truth.items()
+    }  # fmt: skip
+    reader = tx.dcp.Reader(source, "transformers")
+    load(state, storage_reader=reader)
+    for name, tensor in state.items():
+        assert torch.equal(full(tensor), truth[name]), name
+    save(state, storage_writer=tx.dcp.Writer(target, to="hf", dialect="transformers", config=MOE))
+    return reader.bytes_read / sum(_local(tensor).nbytes for tensor in state.values())
+
+
+@pytest.mark.parametrize(
+    ("target", "world"),
+    [("hf", 4), *(pytest.param("torch_dist", world, marks=pytest.mark.oracle) for world in (2, 8))],
+)
+def test_expert_parallel_models_load_and_save(hub_folder: Path, tmp_path: Path, target: str, world: int) -> None:
+    tx.convert(hub_folder, tmp_path / "source", to=target)
+    out = tmp_path / "out"
+    assert max(run(world, _expert_parallel, str(tmp_path / "source"), str(out), _whole(hub_folder))) <= 1.05
+    assert tx.diff(hub_folder, out).equal
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
