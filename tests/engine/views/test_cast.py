@@ -87,6 +87,22 @@ def test_values_that_would_become_infinite_are_refused_before_anything_is_writte
     )
 
 
+def test_refusals_follow_the_source_in_whatever_order_threads_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"w{number}" for number in range(5)]
+    save_file({name: torch.full((4,), 1e30) for name in names}, tmp_path / "source.safetensors")
+
+    def backwards(numbers: Any, _jobs: int, _worker: Any, work: Any) -> None:
+        for number in reversed(numbers):
+            work(None, number)
+
+    monkeypatch.setattr("transaxle.engine.plan.recoding.run_workers", backwards)
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.convert(tmp_path / "source.safetensors", tmp_path / "out", to="safetensors", dtype="fp16")
+    assert [refusal.where.tensor for refusal in caught.value.refusals] == names
+
+
 def test_a_type_and_a_dialect_change_together_and_the_config_agrees(tmp_path: Path) -> None:
     config = {**checkpoints.CONFIG, "torch_dtype": "float32"}
     held = {name: array.astype(np.float32) * np.float32(1.001) for name, array in checkpoints.tensors().items()}

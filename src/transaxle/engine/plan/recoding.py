@@ -363,8 +363,8 @@ def _refuse_inexact(container: Container) -> list[Refusal]:
 def measure(
     recoding: Recoding, steps: Iterable[RecodedTensor], limit: Limits
 ) -> dict[RecodedTensor, tuple[Error, int]]:
-    """Return computed tensor -> its error and its number of new infinities; most of these tensors are read once for
-    this.
+    """Return computed tensor -> its error and its number of new infinities, in the order of the source; most of these
+    tensors are read once for this.
 
     Args:
         recoding: the computed tensors of the source.
@@ -379,7 +379,7 @@ def measure(
         errors[computed[number].step] = computed[number].measure()
 
     run_workers(range(len(computed)), limit.jobs, lambda _: None, measure_one)
-    return errors
+    return {tensor.step: errors[tensor.step] for tensor in computed}
 
 
 def refuse_infinite(errors: Mapping[RecodedTensor, tuple[Error, int]], dtype: str | None) -> None:
