@@ -34,6 +34,7 @@ VLLM_VENV ?= $(VENV)-vllm
 # CI runs a tenth of their sweeps: 'megatron and not deferred', 'vllm and not deferred'.
 MEGATRON_CASES ?= megatron
 VLLM_CASES ?= vllm
+NEWEST_VENV ?= $(VENV)-newest
 RELEASES := 0.12.3 0.14.0 0.15.3
 GPU_PYTHON ?= $(BIN)/python
 WHEEL_VENV ?= $(VENV)-wheel
@@ -43,6 +44,7 @@ PYTHONS ?= $(shell for v in 3.11 3.12 3.13 3.14; do \
              for p in python$$v $(HOME)/.pyenv/versions/$$v.*/bin/python; do \
                $$p -c 'import ensurepip, venv' 2>/dev/null && echo $$p && break; done; done; true)
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
+NEWEST_PIP := $(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 ASSETS := src/transaxle/reports/assets
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/copier.c src/transaxle/formats/pickled/scan.c
@@ -53,7 +55,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not journey and not megatron and not vllm and not golden and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test golden tables oracle journeys megatron vllm gpu fuzz mutants bench bench-compare docs charts wheel release-check lint format clean
+.PHONY: help demo check test golden tables oracle journeys megatron newest vllm gpu fuzz mutants bench bench-compare docs charts wheel release-check lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -66,6 +68,7 @@ help:
 	@echo 'make journeys  checkpoints through the peers'"'"' own programs and back (make test runs a sample)'
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
 	@echo 'make vllm    vLLM itself, in an environment of its own'
+	@echo 'make newest  what differs with the newest releases of the peers, in an environment of their own'
 	@echo 'make gpu     tests and benchmarks that need a CUDA device, with another Python (GPU_PYTHON=python3)'
 	@echo 'make fuzz    hostile inputs, each with a limit of time and memory'
 	@echo 'make mutants  plant wrong values in twenty random functions, and count how many the tests notice'
@@ -114,6 +117,19 @@ journeys: $(VENV)/.all $(MEGATRON_VENV)/.all
 megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python MEGATRON_RELEASES=$(MEGATRON_VENV)/releases \
 		$(BIN)/python -m pytest -q -m '$(MEGATRON_CASES)' --numprocesses $(JOBS) --dist loadfile
+
+# Lists what differs, and runs a tenth of the tests that compare with the peers; failures show what became stale.
+newest: $(VENV)/.all $(NEWEST_VENV)/.pinned
+	@echo 'installing the newest releases of the peers into $(NEWEST_VENV)'
+	@$(NEWEST_PIP) install --quiet --upgrade 'torch==2.13.0' $$($(BIN)/python -m tests.oracles.newest names)
+	@$(NEWEST_PIP) install --quiet --upgrade --no-deps $(TITAN)
+	@$(BIN)/python -m tests.oracles.newest versions $(NEWEST_VENV)/bin/python
+	@mkdir -p build/newest
+	@$(BIN)/python -m tests.oracles.newest trace build/newest/pinned.json & pinned=$$!; \
+	$(NEWEST_VENV)/bin/python -m tests.oracles.newest trace build/newest/newest.json && wait $$pinned
+	@$(NEWEST_VENV)/bin/python -m tests.oracles.newest compare build/newest/pinned.json build/newest/newest.json
+	$(NEWEST_VENV)/bin/python -m pytest -q -m 'not deferred and not megatron and not vllm and not journey' \
+		--numprocesses $(JOBS) --dist worksteal tests/oracles tests/readers tests/live/integrations
 
 vllm: $(VENV)/.all $(VLLM_VENV)/.all
 	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m '$(VLLM_CASES)' --numprocesses $(JOBS) --dist loadfile
@@ -235,6 +251,13 @@ $(MEGATRON_VENV)/.releases: $(VENV)/.all
 	@for release in $(RELEASES); do \
 		$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --upgrade \
 			--target "$(MEGATRON_VENV)/releases/$$release" "megatron-core==$$release" || exit 1; done
+	@touch $@
+
+$(NEWEST_VENV)/.pinned: $(VENV)/.all
+	@echo 'installing transaxle and the tools into $(NEWEST_VENV)'
+	@$(PYTHON) -m venv $(NEWEST_VENV)
+	@$(NEWEST_PIP) install --quiet --constraint constraints.txt torch hatchling editables setuptools wheel
+	@$(NEWEST_PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,peers]'
 	@touch $@
 
 $(WHEEL_VENV)/.all:

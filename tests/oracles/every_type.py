@@ -120,7 +120,7 @@ def installed_types() -> list[str]:
     return sorted(CONFIG_MAPPING_NAMES)
 
 
-def _pool() -> Any:
+def fresh_process() -> Any:
     """One process, replaced now and then: peers keep what they have made."""
     return multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=25)
 
@@ -133,7 +133,7 @@ def main(types: list[str]) -> int:
     if unknown:
         sys.exit(f"no model types of transformers {transformers.__version__}: {', '.join(unknown)}")
     found = recorded()["types"] if RECORD.exists() else {}
-    pool = _pool()
+    pool = fresh_process()
     for model_type in types or installed_types():
         try:
             found[model_type] = list(pool.apply_async(outcome, (model_type,)).get(_SECONDS))
@@ -142,7 +142,7 @@ def main(types: list[str]) -> int:
         except multiprocessing.TimeoutError:
             found[model_type] = ["", f"no answer after {_SECONDS} s"]
             pool.terminate()
-            pool = _pool()
+            pool = fresh_process()
         sys.stdout.write(f"{model_type}: {', '.join(found[model_type])}\n")
         sys.stdout.flush()
     pool.terminate()
