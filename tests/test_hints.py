@@ -32,8 +32,8 @@ OF_COMMANDS = {
 """Options without a keyword -> a command that has them: Python does these by functions of their own."""
 OF_OTHERS = {
     "--ckpt-convert-update-legacy-dist-opt-format", "--ckpt-format", "--dist-ckpt-optim-fully-reshardable",
-    "--fp8-param-gather", "--lr", "--min-lr", "--nproc-per-node", "--override-opt", "--use-mcore-models",
-    "--weight-decay", "--weight-transfer-config",
+    "--fp8-param-gather", "--lr", "--min-lr", "--model-loader-extra-config", "--nproc-per-node", "--override-opt",
+    "--use-mcore-models", "--weight-decay", "--weight-transfer-config",
 }  # fmt: skip
 """Options of Megatron, torchrun and vLLM."""
 PAGES = ("cli", "options.py", "engine/explanations.py", "errors.py")
