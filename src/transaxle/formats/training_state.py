@@ -711,15 +711,17 @@ MASTER = "fp32"
 _FULL = frozenset({"F32", "F64"})
 
 
-def with_full_precision(container: Container, *, strict: bool) -> Container:
+def with_full_precision(container: Container, *, require_copies: bool) -> Container:
     """Return an opened checkpoint in which weights are replaced by the optimizer's full-precision copies.
 
     Args:
         container: an opened checkpoint with optimizer state.
-        strict: whether to refuse a low-precision weight without a full-precision copy, instead of keeping the weight.
+        require_copies: whether to refuse a low-precision weight without a full-precision copy, instead of keeping the
+            weight.
 
     Raises:
-        Refused: with the code UNSUPPORTED, if `strict`, for each low-precision weight without a full-precision copy.
+        Refused: with the code UNSUPPORTED, if `require_copies`, for each low-precision weight without a full-precision
+            copy.
     """
     faults = Faults()
     entries: dict[str, Entry] = {}
@@ -731,7 +733,7 @@ def with_full_precision(container: Container, *, strict: bool) -> Container:
             continue
         master = container.entries.get(f"{OPTIMIZER}{name}/{MASTER}")
         entries[name] = entry if master is None else replace(master, name=name)
-        if strict and master is None and entry.dtype not in _FULL:
+        if require_copies and master is None and entry.dtype not in _FULL:
             message = "the checkpoint holds no full-precision copy of this tensor"
             faults.add("UNSUPPORTED", message, container.path, name, "Omit --weights fp32.")
     if faults:

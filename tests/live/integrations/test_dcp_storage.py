@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import transaxle as tx
 from tests.live import topologies
@@ -24,6 +26,10 @@ from tests.live.topologies import ALONE, FSDP, FSDP_TP, HSDP, MOE, TP, build, fu
 from tests.oracles.hub import WEIGHTS
 
 Tensors = dict[str, torch.Tensor]
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64,
+}  # fmt: skip
 OPTIMIZER, MODEL = "optimizer", "model"
 
 
@@ -255,6 +261,69 @@ def test_entries_without_a_place_are_refused(tmp_path: Path) -> None:
         ]  # fmt: skip
         assert 'leave_out=["extra"]' in said[0]
         assert 'optimizer="optim"' in said[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("entry", [{"step": 3}, {"step": torch.tensor(3)}, {"loader": "abc"}, {"x": torch.ones(2)}])
+def test_a_hub_folder_gets_no_entries_that_are_not_the_models(hub_folder: Path, tmp_path: Path, entry: Any) -> None:
+    weights = _whole(hub_folder)
+    state = {**weights, "train_state": entry}
+    for to in ("hf", "torch_dist"):
+        with pytest.raises(CheckpointException, match="UNEXPECTED_TENSOR") as caught:
+            save(state, storage_writer=tx.dcp.Writer(tmp_path / to, to=to, config=MOE))
+        assert 'leave_out=["train_state"]' in str(caught.value)
+        assert not (tmp_path / to).exists()
+    out = tmp_path / "runs" / "step-3"  # torch's own writer creates parents too
+    save(state, storage_writer=tx.dcp.Writer(out, to="hf", config=MOE, leave_out=["train_state"]))
+    assert tx.diff(hub_folder, out).equal
+    save(state, storage_writer=tx.dcp.Writer(tmp_path / "kept", to="dcp:identity"))
+    with tx.open(tmp_path / "kept") as kept:
+        assert [name for name in kept if name not in weights] == [
+            f"train_state.{key}" for key, value in entry.items() if not isinstance(value, str)
+        ]
+    nested = {MODEL: {**weights, "score.weight": torch.ones(2, 3)}}
+    save(nested, storage_writer=tx.dcp.Writer(tmp_path / "headed", to="hf", config=MOE, model=MODEL))
+    with tx.open(tmp_path / "headed") as headed:
+        assert "score.weight" in headed
+
+
+def _load_parts(rank: int, world: int, source: str) -> list[str]:
+    """Load half of a model on each rank, then less than that."""
+    state = build(MOE, ALONE, meta=False).state_dict()
+    names = sorted(state)[rank::world]
+    load({name: state[name] for name in names}, storage_reader=tx.dcp.Reader(source, "transformers"))
+    rest = {name: state[name] for name in names if "norm" not in name}
+    with pytest.raises(CheckpointException, match="UNEXPECTED_TENSOR") as caught:
+        load(rest, storage_reader=tx.dcp.Reader(source, "transformers"))
+    load(rest, storage_reader=tx.dcp.Reader(source, "transformers", strict=False))
+    return [name for name in state if name in str(caught.value)]
+
+
+def test_what_no_rank_asks_for_is_refused(hub_folder: Path) -> None:
+    missing = [name for name in _whole(hub_folder) if "norm" in name]
+    assert run(2, _load_parts, str(hub_folder)) == [missing, missing]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dialect", ["transformers", "torchtitan"])
+def test_a_head_of_its_own_is_refused_by_a_tied_model(tmp_path: Path, dialect: str) -> None:
+    for tied in ("", "one name", "two names"):
+        folder = tmp_path / tied.replace(" ", "-")
+        model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=bool(tied)))
+        model.save_pretrained(folder)
+        if tied == "two names":
+            tensors = load_file(folder / WEIGHTS)
+            head = tensors["model.embed_tokens.weight"].clone()
+            save_file({**tensors, "lm_head.weight": head}, folder / WEIGHTS, {"format": "pt"})
+        with tx.open(folder) as checkpoint:
+            state = checkpoint.as_dialect(dialect).state_dict()
+        state.pop("lm_head.weight", None)
+        reader = tx.dcp.Reader(folder, dialect)
+        if tied:
+            load(state, storage_reader=reader)
+        else:
+            with pytest.raises(CheckpointException, match=r"UNEXPECTED_TENSOR(?s:.)*lm_head\.weight"):
+                load(state, storage_reader=reader)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

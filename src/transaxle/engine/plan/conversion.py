@@ -348,7 +348,7 @@ def _prepare_for_format(checkpoint: Checkpoint, kind: Format) -> Checkpoint:
     """
     if not kind.full_precision or checkpoint.settings.weights is not None:
         return checkpoint
-    container = with_full_precision(checkpoint.container, strict=False)
+    container = with_full_precision(checkpoint.container, require_copies=False)
     if container.entries.keys() == checkpoint.container.entries.keys():
         return checkpoint
     return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)

@@ -19,9 +19,11 @@ import os
 import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,18 +51,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
-from transaxle.arguments import Overwrite, PathLike, read_count, read_path, read_text
+from transaxle.arguments import Overwrite, PathLike, read_count, read_flag, read_path, read_text
 from transaxle.axes.layout.bind import split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, open_checkpoint
-from transaxle.engine.checkpoint.settings import settings
+from transaxle.engine.checkpoint.recognise import IDENTITY
+from transaxle.engine.checkpoint.settings import settings as reading_settings
 from transaxle.engine.duplicates import compare_copies, plan_checks
+from transaxle.engine.plan.conversion import parse_to
 from transaxle.engine.views.decoded import rename_groups
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import nbytes
-from transaxle.formats.training_state import GROUPS, KEPT, PARAMS, ParamGroup
+from transaxle.formats.registry import get_format
+from transaxle.formats.storage.storage import is_url
+from transaxle.formats.training_state import GROUPS, KEPT, PARAMS, ParamGroup, is_extra_state
 from transaxle.live.integrations.dcp_planners import slot_name, torch_name
 from transaxle.live.load import reading_limits
 from transaxle.live.load_plan import check_read, compare_openings, identify_opening
+from transaxle.live.memory import container
 from transaxle.live.model.destination import (
     LocalSink,
     SaveReport,
@@ -68,7 +75,7 @@ from transaxle.live.model.destination import (
     check_filled,
     decode_hint,
 )
-from transaxle.live.save import collect, read_settings, write_checkpoint
+from transaxle.live.save import CollectedState, SaveSettings, collect, read_settings, write_checkpoint
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
@@ -81,6 +88,12 @@ _OF_OPTIMIZER = re.compile(rf"(?:.*\.)?optim(?:izer)?\.(?:{_STATE}|{GROUPS})(?:\
 """Pattern of the names that an optimizer's entries have in most programs."""
 _LENIENT: Mapping[str, Any] = {"optimizer": True, "lenient": True}
 """Options of `open_checkpoint` for optimizer state, if the checkpoint has any."""
+
+_FOREIGN = (
+    'Leave it out: Writer(leave_out=["{entry}"]). If it is a part of the model, save {{"model": state}} with '
+    'Writer(model="model").'
+)
+_UNREQUESTED = "The checkpoint may be that of a larger model. Reader(strict=False) loads it without these tensors."
 
 
 class Reader(StorageReader):
@@ -95,6 +108,8 @@ class Reader(StorageReader):
         model: key of the model's tensors in the state dict; empty if they are at its top.
         optimizer: key of the optimizer's state in the state dict; None means that no optimizer state is offered.
         jobs: number of reading threads per rank; None means as many as there are processors for it, but at most 8.
+        strict: whether to refuse tensors of the model that no rank's state dict asks for; an optimizer's state may be
+            left.
         **opening: options of `open`: `family`, `config`, `decode`, `graft` and others; not with an open checkpoint.
 
     Attributes:
@@ -113,17 +128,22 @@ class Reader(StorageReader):
         model: str = "",
         optimizer: str | None = None,
         jobs: int | None = None,
+        strict: bool = True,
         **opening: Any,
     ) -> None:
         super().__init__()
         self._source: CheckpointLike = src if isinstance(src, Checkpoint) else read_path("src", src)
         if isinstance(src, Checkpoint) and opening:
             raise TypeError(f"{', '.join(opening)}: pass this to open() instead; the checkpoint is already open")
-        for argument in opening.keys() - {*signature(open_checkpoint).parameters, *signature(settings).parameters}:
+        for argument in opening.keys() - {
+            *signature(open_checkpoint).parameters,
+            *signature(reading_settings).parameters,
+        }:
             raise TypeError(f"Reader() got an unexpected keyword argument {argument!r}")
         self._dialect = None if dialect is None else read_text("dialect", dialect, "torchtitan")
         self._model, self._optimizer = model, optimizer
         self._jobs = None if jobs is None else read_count("jobs", jobs)
+        self._strict = read_flag("strict", strict)
         self._opening = opening
         self._checkpoint: Checkpoint | None = None
         self._tensors: dict[str, StoredTensor] = {}
@@ -163,12 +183,16 @@ class Reader(StorageReader):
         return replace(plan, storage_data=identify_opening(self._open()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks have opened the same checkpoint with the same options.
+        """Check that all ranks have opened the same checkpoint with the same options, and ask for all of the model.
 
         Raises:
-            Refused: with the code AMBIGUOUS or CORRUPT if they have not.
+            Refused: with the code AMBIGUOUS or CORRUPT if ranks have opened different checkpoints; with the code
+                UNEXPECTED_TENSOR if no rank asks for some tensor, unless `strict` is False.
         """
         compare_openings([plan.storage_data for plan in plans], range(len(plans)))
+        requested = {item.storage_index.fqn for plan in plans for item in plan.items}
+        if self._strict and (problems := list(self._find_unrequested(requested))):
+            raise gathered(problems)
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -228,6 +252,40 @@ class Reader(StorageReader):
                 refused_names.add(name)
                 message = f"its dtype is {requested} in the state dict, but {stored} in the checkpoint"
                 yield Refusal("DTYPE_MISMATCH", message, Where(None, name), decode_hint(stored, requested))
+
+    def _find_unrequested(self, requested: AbstractSet[str]) -> Iterator[Refusal]:
+        """Yield a refusal for each tensor of the model that the state dicts lack.
+
+        A tensor without elements, one that the files do not store, and a copy of a tensor that is loaded (a tie) may be
+        left.
+        """
+        by_origins: dict[frozenset[str], list[StoredTensor]] = {}
+        for name in requested & self._tensors.keys():
+            by_origins.setdefault(self._tensors[name].origins, []).append(self._tensors[name])
+        copies = self._copies_of(frozenset().union(*by_origins))
+        for name, tensor in self._tensors.items():
+            if name in requested or self._is_slot(name) or is_extra_state(name) or tensor.origins <= copies:
+                continue  # a tensor that the files do not store has no origins
+            aliases = [alias for alias in by_origins.get(tensor.origins, ()) if alias.shape == tensor.shape]
+            if tensor.nbytes and not (aliases and tensor.transfers() in [alias.transfers() for alias in aliases]):
+                message = "the checkpoint has this tensor, and no rank's state dict asks for it"
+                yield Refusal("UNEXPECTED_TENSOR", message, Where(None, name), _UNREQUESTED)
+
+    def _copies_of(self, loaded: AbstractSet[str]) -> set[str]:
+        """Return the names of stored tensors that the load compares with others, which it loads."""
+        copies = set[str]()
+        for check in self._open().checks:
+            first, second = (
+                {origin.name for part in target.parts for origin in part.origins}
+                for target in (check.first, check.second)
+            )
+            if not check.zero:
+                copies |= (first if second <= loaded else set()) | (second if first <= loaded else set())
+        return copies
+
+    def _is_slot(self, name: str) -> bool:
+        """Return whether a name in the state dict is that of an optimizer's state."""
+        return self._optimizer is not None and name.startswith(f"{_join(self._optimizer, _STATE)}.")
 
     def _find_unequal(self, checkpoint: Checkpoint, world: World) -> list[Refusal]:
         """Compare stored copies that must be equal; each rank compares its share of them."""
@@ -302,12 +360,14 @@ class Writer(StorageWriter):
     """A storage writer with which `dcp.save` and `dcp.async_save` write a checkpoint of any format and dialect, in one
     pass and without files that are joined later.
 
-    All ranks must create it, and call `dcp.save` together. The checkpoint appears as a whole, or not at all.
+    All ranks must create it, and call `dcp.save` together. The checkpoint appears as a whole, or not at all. Folders
+    above a local target are created, as by torch's own writer.
 
     Args:
         dst: target folder or URL; None means the `checkpoint_id` of `dcp.save`.
         to: file format and dialect, `FORMAT[:DIALECT]`; `hf` means `safetensors:hf`.
-        model: key of the model's tensors in the state dict; empty if they are at its top.
+        model: key of the model's tensors in the state dict; empty if they are at its top. Then entries at the top are
+            refused if a family's table knows no name in them.
         optimizer: key of the optimizer's state in the state dict, which is saved too; None if it has none.
         leave_out: keys of entries that are not saved, such as `train_state`.
         group: the ranks that save together; None means all ranks. A save in a thread needs a process group of its own,
@@ -398,6 +458,11 @@ class Writer(StorageWriter):
         settings, collected = collect(settings_of, {**tensors, **values}, None, None, world)
         out = sorted({name for of_rank in world.gather(entries.left_out) for name in of_rank})
         collected = replace(collected, groups=_as_groups(groups), left_out=(*collected.left_out, *out))
+        with world.together():
+            if not self._model and (problems := list(_find_foreign(settings, collected, values))):
+                raise gathered(problems)
+            if world.rank == world.ranks[0] and not is_url(settings.dst):
+                Path(settings.dst).parent.mkdir(parents=True, exist_ok=True)
         self.report = write_checkpoint(settings, collected, world, clock)
         return _future_of([WriteResult(item.index, 0, None) for item in plan.items])
 
@@ -466,6 +531,38 @@ def _ranks_of(count: int, group: Ranks | None) -> World:
         message = f"{count} ranks take part in this call of torch, and the group has {world.size}"
         raise refuse("UNSUPPORTED", message, hint="Give Writer the group= that is process_group= of the call.")
     return world
+
+
+def _find_foreign(settings: SaveSettings, state: CollectedState, values: Iterable[str]) -> Iterator[Refusal]:
+    """Yield a refusal for each entry at the top of a state dict in which a family's table knows no name.
+
+    A target without a dialect of a family keeps every name.
+
+    Args:
+        settings: the settings of the save.
+        state: the collected state of all ranks.
+        values: names of the entries that are numbers or no tensors.
+    """
+    form, label = parse_to(settings.to)
+    if label == IDENTITY or not (label or get_format(form).dialects):
+        return
+    reading = reading_settings(
+        family=settings.family, dialect=settings.dialect, optimizer=settings.optimizer, axes=settings.axes,
+        rules=settings.rules,
+    )  # fmt: skip
+    checkpoint = Checkpoint(container(state.global_tensors, {}, 0, state.config), reading, None, None)
+    if checkpoint.family is None:
+        return  # the plan says why
+    bound = checkpoint.bound
+    read_names = {bound.own.get(name, name) for names in bound.names.values() for name in names.values()} | {
+        *bound.ignored
+    }
+    known_entries = {name.partition(".")[0] for name in read_names}
+    unknown = dict.fromkeys(name for name in (*bound.unknown, *values) if not is_extra_state(name))
+    foreign = {entry: name for name in unknown if (entry := split_slot(name)[0].partition(".")[0]) not in known_entries}
+    for entry, name in foreign.items():
+        message = f"no line of {bound.family.name}, dialect {bound.dialect.label}, reads a tensor in this entry"
+        yield Refusal("UNEXPECTED_TENSOR", message, Where(None, name), _FOREIGN.format(entry=entry))
 
 
 def _find_misplaced(planner: LoadPlanner, boxes: Sequence[ReadItem]) -> Iterator[Refusal]:

@@ -528,7 +528,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     metadata |= {LEFT_BEHIND: unread} if unread else {}
     container = replace(container, metadata=metadata, config=state.config())
     if weights == "fp32":
-        container = with_full_precision(container, strict=True)
+        container = with_full_precision(container, require_copies=True)
     container = with_groups_of_fsdp(container, groups) if groups else with_groups(_with_steps(container, state), state)
     if isinstance(files, SubFolder):
         container = move_out(container, files.below, NumbersInMemory(files.below))
