@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,7 +140,6 @@ def start(cls: type, count: int, *arguments: Any) -> RayWorkerGroup:
 
 def main(model: str, folder: Path) -> None:
     options = {"timeout": 60}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     checkpoint_engine = CheckpointEngineConfig(
         backend="transaxle", custom_backend_module=PLUGIN, update_weights_bucket_megabytes=1,
         engine_kwargs={"transaxle": options},
@@ -173,8 +173,10 @@ def main(model: str, folder: Path) -> None:
     manager.remove_replicas(replicas[1:])
     trainer.gather(True)
     update(3)
-    ray.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    with TemporaryDirectory(ignore_cleanup_errors=True) as logs:  # a short path: Ray has sockets there
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, _temp_dir=logs)
+        main(sys.argv[1], Path(sys.argv[2]))
+        ray.shutdown()
