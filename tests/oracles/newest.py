@@ -21,6 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.oracles.every_type import fresh_process, installed_types, outcome
 
 _SECONDS = 240
@@ -39,7 +41,7 @@ APART = {"torch", "torchtitan", "nemo-automodel"}
 """Those that the Makefile installs by themselves: torch is a build for CPUs, the others come without dependencies."""
 
 Tensors = Mapping[str, list[Any]]
-"""Tensor name -> its shape, and a digest of which elements of the model it consists of."""
+"""Tensor name -> its shape, and for files a digest of which elements of which tensors in memory it consists."""
 
 
 def traced(model_type: str) -> dict[str, Any]:
@@ -57,15 +59,29 @@ def traced(model_type: str) -> dict[str, Any]:
             for model, _ in variants(peer, model_type, None, complaints, numbers=(0,)):
                 trace = try_trace(peer, model, complaints)
                 if trace is not None:
-                    sides = {"hub": _described(trace.hub), "memory": _described(trace.memory)}
-                    return {"class": type(model).__name__, **sides}
+                    in_memory = {name: [list(values.shape), ""] for name, values in trace.memory.items()}
+                    in_files = _described(trace.hub, trace.memory)
+                    return {"class": type(model).__name__, "hub": in_files, "memory": in_memory}
     except Exception as error:  # noqa: BLE001 - of the peer; not every error of it survives the way to another process
         complaints.append(f"{type(error).__name__}: {error}"[:_LONGEST])
     return {"error": complaints[-1] if complaints else "no model class"}
 
 
-def _described(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
-    return {name: [list(values.shape), sha256(values.tobytes()).hexdigest()[:16]] for name, values in tensors.items()}
+def _described(tensors: Mapping[str, Any], memory: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return name -> [shape, digest of which elements of which tensors in memory]."""
+    names = sorted(memory)
+    numbers = np.concatenate([memory[name].ravel() for name in names])
+    owners = np.repeat(np.arange(len(names)), [memory[name].size for name in names])
+    places = np.concatenate([np.arange(memory[name].size) for name in names])
+    order = np.argsort(numbers, kind="stable")
+    described = {}
+    for name, values in tensors.items():
+        at = order[np.searchsorted(numbers, values.ravel(), sorter=order).clip(max=len(order) - 1)]
+        parts = {names[owner] for owner in np.unique(owners[at])}
+        computed = numbers[at] != values.ravel()
+        text = (sorted(parts), places[at].tobytes(), computed.tobytes())
+        described[name] = [list(values.shape), sha256(repr(text).encode()).hexdigest()[:16]]
+    return described
 
 
 def trace_all(target: Path, types: list[str]) -> None:
