@@ -1,12 +1,13 @@
-"""torchtitan's own checkpoint manager, whose `initial_load_path` may be any checkpoint: a hub folder in any number
-format, a folder of Megatron, DeepSpeed or rank files, a URL.
+"""torchtitan's own checkpoint manager, whose `initial_load_path` may be the folder of any checkpoint: of a hub in any
+number format, of Megatron, of DeepSpeed, or of rank files.
 
     from titan_reader import AnyCheckpoint
 
-    config.checkpoint = AnyCheckpoint.Config(enable=True, initial_load_path="step-500", initial_load_in_hf=True)
+    config.checkpoint = AnyCheckpoint.Config(enable=True, initial_load_path="/runs/iter_500", initial_load_in_hf=True)
 
-No adapter takes part: each rank reads its own bytes, under torchtitan's names, in the dtype of its parameters.
-torchtitan still saves and resumes by itself.
+torchtitan itself requires a folder, by its absolute path or a URL for fsspec; it refuses names of a hub's repositories
+and single files. No adapter takes part: each rank reads its own bytes, under torchtitan's names, cast to float32, the
+dtype in which torchtitan trains by default. torchtitan still saves and resumes by itself.
 """
 
 from __future__ import annotations
