@@ -71,14 +71,32 @@ def test_transformers_passes_every_round(model: Any) -> None:
     ("loader", "problem"),
     [
         (swapped, f"{GATE} differs in "),
-        (of_first_file, "elements, first at [0, 0]: 0.0 instead of "),
-        (without_gate, f"lacks these tensors: {GATE}"),
+        (of_first_file, "elements, first at [0, 0]: the loader has 0.0 where the table gives "),
+        (without_gate, f"the loader returns no {GATE}"),
     ],
 )
 def test_a_wrong_loader_is_named_with_the_tensor(loader: Callable[[Path], State], problem: str) -> None:
     rounds = testkit.run(loader, SMALL)
     assert not rounds
     assert any(problem in each.problem for each in rounds.rounds if each.outcome == "different"), str(rounds)
+    lines = str(rounds).splitlines()
+    assert lines[1].startswith("  the loader differs from the table: ")
+    assert problem in lines[1]
+    assert str(rounds).count(lines[1].partition(": ")[2]) == 1, "one problem is said once"
+
+
+def test_a_loader_that_depends_on_the_files_is_named() -> None:
+    """Transaxle writes one file here; the first folder has two."""
+
+    def loader(folder: Path) -> State:
+        state = by_files(folder)
+        return state if len([*folder.glob("*.safetensors")]) > 1 else state | {GATE: torch.zeros_like(state[GATE])}
+
+    rounds = testkit.run(loader, SMALL)
+    assert not rounds
+    assert "the loader makes other tensors of the files that Transaxle writes" in str(rounds).splitlines()[1]
+    assert f"{GATE} differs in " in str(rounds)
+    assert "the loader has 0.0 for files that Transaxle writes, " in str(rounds)
 
 
 def test_buffers_that_no_checkpoint_has_are_skipped() -> None:
@@ -86,18 +104,23 @@ def test_buffers_that_no_checkpoint_has_are_skipped() -> None:
         return by_files(folder) | {"rope.cache": torch.ones(3)}
 
     assert testkit.run(loader, SMALL, skip="rope.*")
-    assert "rope.cache" in str(testkit.run(loader, SMALL))
+    assert "the loader returns rope.cache, which no checkpoint has" in str(testkit.run(loader, SMALL))
 
 
 def test_what_is_no_state_dict() -> None:
     with pytest.raises(TypeError, match=r"tensors of torch only; 'step' is int"):
         testkit.run(lambda folder: by_files(folder) | {"step": 3}, SMALL)
+    with pytest.raises(TypeError, match="the loader returned NoneType; it must return the state dict"):
+        testkit.run(lambda _: None, SMALL)  # type: ignore[arg-type, return-value]
 
 
 def test_unknown_models_are_refused() -> None:
     with pytest.raises(TransaxleError, match="no model type 'qwen3_mo'") as caught:
         testkit.run(by_files, "qwen3_mo")
     assert "Did you mean qwen3_moe" in caught.value.refusals[0].hint
+    with pytest.raises(TransaxleError, match="no such file or folder") as caught:
+        testkit.run(by_files, "configs/none.json")
+    assert caught.value.code == "IO"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,18 +27,49 @@ from transaxle import verbs
 from transaxle.arguments import Config, PathLike, Patterns
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.engine.views.encode import select_names
+from transaxle.engine.wording import plural
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import SAFETENSORS, get_format, writable
 
 LoadHub = Callable[[Path], Mapping[str, torch.Tensor]]
 """Function of a framework: folder of a hub checkpoint -> state dict of its model after loading."""
 HUB = f"{SAFETENSORS.name}:hf"
+LOADER = "the loader"
 STATE = "state.pt"
 _SEED = 54
 _FILES = 2
 """Number of files of the first hub folder, so that a loader needs the index."""
 _SHOWN = 3
 """Number of differences that a line names."""
+
+
+class _Words(msgspec.Struct, frozen=True):
+    """Sentences for the differences of two sets of tensors; `{actual}` and `{expected}` are their values or shapes."""
+
+    absent: str
+    """For a tensor that only the expected set has."""
+    additional: str
+    """For a tensor that only the actual set has."""
+    values: str
+    """For two values or shapes."""
+
+
+_CONVERTED = _Words(
+    absent="the loader returns {name}, which no checkpoint has",
+    additional="the loader returns no {name}",
+    values="the loader has {expected} where the table gives {actual}",
+)
+"""For what the table makes of the hub's files, against what the loader makes of them."""
+_WRITTEN_BACK = _Words(
+    absent="the files that are written back lack {name}",
+    additional="the files that are written back have {name}, which the first files lack",
+    values="the files that are written back have {actual} where the first files have {expected}",
+)
+_LOADED_AGAIN = _Words(
+    absent="the loader returns no {name} for files that Transaxle writes",
+    additional="the loader returns {name} only for files that Transaxle writes",
+    values="the loader has {actual} for files that Transaxle writes, {expected} for the first files",
+)
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -71,8 +102,19 @@ class Rounds(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         count = sum(each.outcome == "equal" for each in self.rounds)
-        head = f"{self.model}: {count} of {len(self.rounds)} rounds equal, dialect {self.dialect}"
-        return "\n".join([head, *(f"  {each}" for each in self.rounds)])
+        lines = [f"{self.model}: {count} of {len(self.rounds)} rounds equal, dialect {self.dialect}"]
+        direct = self.rounds[0]
+        if direct.outcome == "different":
+            lines.append(f"  the loader differs from the table: {direct.problem}")
+        elif any(each.outcome == "different" and each.way[-1] == LOADER for each in self.rounds):
+            lines.append("  the loader makes other tensors of the files that Transaxle writes than of the first files")
+        folded = [each for each in self.rounds if each.outcome == "different" and each.problem == direct.problem]
+        if folded:
+            lines.append(
+                f"  different  {plural(len(folded), 'round')} from {HUB} to {folded[0].way[-1]}, by this alone"
+            )
+        lines += [f"  {each}" for each in self.rounds if each not in folded]
+        return "\n".join(lines)
 
 
 def run(
@@ -102,8 +144,8 @@ def run(
 
     Raises:
         UsageError: with the code UNKNOWN_FAMILY or AMBIGUOUS if no table has the config, or the names of the state
-            dict.
-        TypeError: if the loader returns anything but tensors.
+            dict; with the code IO if the path of a config does not exist.
+        TypeError: if the loader returns anything but a state dict of tensors.
 
     Exceptions of the loader are raised as they are.
     """
@@ -147,7 +189,7 @@ class _Kit:
                 reading = {**reading, "dialect": target.partition(":")[2] or None}
             verbs.convert(source, folder / "own", to=self._end, sync=False, **reading)
             with verbs.open(folder / "own") as converted:
-                return _compare(converted.state_dict(), self._state)
+                return _compare(converted.state_dict(), self._state, _CONVERTED)
 
         return self._round(tuple(filter(None, (HUB, target, self._end))), end)
 
@@ -158,12 +200,12 @@ class _Kit:
         def end(_folder: Path) -> str:
             verbs.convert(self._folder / STATE, files, to=HUB, sync=False, **names)
             with verbs.open(files) as converted, verbs.open(self._hub) as first:
-                return _compare(converted.state_dict(), first.state_dict())
+                return _compare(converted.state_dict(), first.state_dict(), _WRITTEN_BACK)
 
         way = (self._end, HUB)
         yield self._round(way, end)
         if files.exists():
-            yield self._round((*way, "the loader"), lambda _: _compare(load(files), self._state))
+            yield self._round((*way, LOADER), lambda _: _compare(load(files), self._state, _LOADED_AGAIN))
 
     def _round(self, way: tuple[str, ...], end: Callable[[Path], str]) -> Round:
         try:
@@ -192,6 +234,9 @@ def _small_config(model: str | Config) -> Mapping[str, Any]:
         config = model_config(model)
         assert config is not None  # only for None
         return config
+    if Path(model).name != model or Path(model).suffix == ".json":
+        hint = "Give the path of a small config.json, or of its folder; or a model type, such as qwen3_moe."
+        raise refuse("IO", "no such file or folder", file=model, hint=hint)
     try:
         from transaxle.derivation.transformers_models import Peer, variants
 
@@ -231,9 +276,11 @@ def _state(load_hub: LoadHub, skip: Sequence[str], folder: Path) -> dict[str, to
     """Return copies of the tensors that a loader makes of a folder, without those that are skipped.
 
     Raises:
-        TypeError: if the loader returns anything but tensors of torch.
+        TypeError: if the loader returns anything but a mapping from names to tensors of torch.
     """
-    returned: Mapping[str, object] = load_hub(folder)
+    returned: object = load_hub(folder)
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"the loader returned {type(returned).__name__}; it must return the state dict of its model")
     state = {}
     for name in select_names(returned, (), skip, "tensor"):
         value = returned[name]
@@ -243,25 +290,26 @@ def _state(load_hub: LoadHub, skip: Sequence[str], folder: Path) -> dict[str, to
     return state
 
 
-def _compare(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
+def _compare(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], words: _Words) -> str:
     """Return in what tensors differ from the expected ones; empty if every name, shape and value is equal."""
-    problems = [f"{name} is missing" for name in expected if name not in tensors]
-    problems += [f"{name} is not expected" for name in tensors if name not in expected]
-    problems += [_difference(name, tensors[name], value) for name, value in expected.items() if name in tensors]
+    problems = [words.absent.format(name=name) for name in expected if name not in tensors]
+    problems += [words.additional.format(name=name) for name in tensors if name not in expected]
+    problems += [_difference(name, tensors[name], value, words) for name, value in expected.items() if name in tensors]
     problems = list(filter(None, problems))
     count = len(problems) - _SHOWN
     return "; ".join([*problems[:_SHOWN], *([f"and {count} more"] if count > 0 else [])])
 
 
-def _difference(name: str, actual: torch.Tensor, expected: torch.Tensor) -> str:
+def _difference(name: str, actual: torch.Tensor, expected: torch.Tensor, words: _Words) -> str:
     if actual.shape != expected.shape:
-        return f"{name} has shape {list(actual.shape)} instead of {list(expected.shape)}"
+        shapes = words.values.format(actual=list(actual.shape), expected=list(expected.shape))
+        return f"{name} differs in its shape: {shapes}"
     unequal = actual.double() != expected.double()
     count = int(unequal.sum())
     if not count:
         return ""
     at = [int(index) for index in unequal.nonzero()[0]]
-    values = f"{float(actual[*at])} instead of {float(expected[*at])}"
+    values = words.values.format(actual=float(actual[*at]), expected=float(expected[*at]))
     return f"{name} differs in {count} of {unequal.numel()} elements, first at {at}: {values}"
 
 
