@@ -193,7 +193,7 @@ charts:
 		echarts/licenses/LICENSE-d3 > ../../$(ASSETS)/echarts.LICENSE
 
 clean:
-	rm -rf charts/node_modules .venv .venv-megatron .venv-vllm .venv-wheel build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf charts/node_modules .venv .venv-megatron .venv-newest .venv-vllm .venv-wheel build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

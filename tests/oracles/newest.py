@@ -61,7 +61,10 @@ def traced(model_type: str) -> dict[str, Any]:
                 if trace is not None:
                     in_memory = {name: [list(values.shape), ""] for name, values in trace.memory.items()}
                     in_files = _described(trace.hub, trace.memory)
-                    return {"class": type(model).__name__, "hub": in_files, "memory": in_memory}
+                    in_fp32 = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+                    return {
+                        "class": type(model).__name__, "hub": in_files, "memory": in_memory, "fp32": sorted(in_fp32),
+                    }  # fmt: skip
     except Exception as error:  # noqa: BLE001 - of the peer; not every error of it survives the way to another process
         complaints.append(f"{type(error).__name__}: {error}"[:_LONGEST])
     return {"error": complaints[-1] if complaints else "no model class"}
@@ -108,6 +111,8 @@ def differences(older: Mapping[str, Any], newer: Mapping[str, Any]) -> Iterator[
         return
     if older["class"] != newer["class"]:
         yield f"class {older['class']} -> {newer['class']}"
+    if older["fp32"] != newer["fp32"]:
+        yield f"kept in float32: {', '.join(older['fp32']) or 'none'} -> {', '.join(newer['fp32']) or 'none'}"
     for side, where in (("hub", "in files"), ("memory", "in memory")):
         before, after = older[side], newer[side]
         common = [name for name in before if name in after]

@@ -311,7 +311,7 @@ def test_damage_beside_the_tensors_is_refused(name: str, data: bytes | None, des
     (refusal,) = refused(described, tmp_path / "out", to="torchtitan").refusals
     assert name in refusal.message
     assert tx.convert(described, tmp_path / "one.safetensors", to="hf", sync=False).source_against == "manifest"
-    assert "`transaxle verify`" in refusal.hint
+    assert "`transaxle verify SRC`" in refusal.hint
     assert [problem.where.file for problem in tx.verify(described).problems] == [name]
     assert f"delete {MANIFEST}" in refusal.hint
     (described / MANIFEST).unlink()
