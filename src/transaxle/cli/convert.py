@@ -27,8 +27,9 @@ from transaxle.cli.command import (
 from transaxle.cli.refusals import error_document, print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
-from transaxle.engine.carry import UNCHECKED, Report
+from transaxle.engine.carry import Report
 from transaxle.engine.checkpoint.settings import settings
+from transaxle.engine.checkpoint.source_hashes import UNCHECKED
 from transaxle.engine.execute import CheckedPlan
 from transaxle.engine.moves import UNCHANGED, rules, words
 from transaxle.engine.plan.planned import Plan

@@ -23,7 +23,7 @@ import msgspec
 from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import MEASURED_BY_READING, MeasuredTensor, RecodedTensor
 from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Grafted, Manifest, TensorRecord, encode
-from transaxle.engine.checkpoint.source_hashes import HashWitness, hash_evidence
+from transaxle.engine.checkpoint.source_hashes import UNCHECKED, HashWitness, hash_evidence
 from transaxle.engine.duplicates import PlannedCheck, compare_copies
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Plan, PlannedTensor
@@ -53,8 +53,6 @@ each of its matrices.
 """
 Errors = Mapping[RecodedTensor, tuple[Error, int]]
 """Step that changes a tensor's values -> the error of the values, and the number of values that became infinite."""
-UNCHECKED = "unchecked"
-"""Value of `Report.source_against` if the source was not checked."""
 _BETWEEN = "it changed between two reads: its digest precedes it in the file, and both are read"
 _AGAIN = "Convert again while no program changes the file, or write a folder, whose digests come last."
 

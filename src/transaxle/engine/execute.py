@@ -42,7 +42,7 @@ from transaxle.engine.carry import (
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG
-from transaxle.engine.checkpoint.source_hashes import problems_of, watch_hashes
+from transaxle.engine.checkpoint.source_hashes import containers_of, problems_of, watch_hashes
 from transaxle.engine.plan.conversion import Prepared, require_ready
 from transaxle.engine.plan.planned import Plan, PlannedTensor
 from transaxle.errors import Refusal, TransaxleError, UsageError, Where, gathered
@@ -274,9 +274,7 @@ def watch_source(prepared: Prepared) -> None:
     """
     if not prepared.check_source:
         return
-    storage = prepared.checkpoint.container.storage
-    watch_hashes(storage)
-    for container in prepared.checkpoint.container.recoding.additional.values():
+    for container in containers_of(prepared.checkpoint.container):
         watch_hashes(container.storage)
 
 

@@ -25,7 +25,6 @@ from transaxle.arguments import (
     PathLike,
     Patterns,
     check_flags,
-    read_count,
     read_float_type,
     read_optional_text,
     suggests,
@@ -34,10 +33,9 @@ from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
 from transaxle.engine.duplicates import PlannedCheck, compare_copies, plan_checks
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import nbytes
-from transaxle.formats.storage.storage import Storage
 from transaxle.live.derived import find_unloadable, settle
 from transaxle.live.global_tensors import Census, GlobalTensor
-from transaxle.live.load_plan import LoadPlan, check_read, leaves_for, materialise, open_source
+from transaxle.live.load_plan import LoadPlan, leaves_for, materialise, open_source
 from transaxle.live.model.destination import (
     Conversion,
     LoadReport,
@@ -49,10 +47,12 @@ from transaxle.live.model.destination import (
 from transaxle.live.model.source_view import refuse_omitted
 from transaxle.live.model.state_tensors import State
 from transaxle.live.optimizers import AnyOptimizer
+from transaxle.live.source_check import SourceCheck
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, Limits, limits
+from transaxle.options import select
 from transaxle.quant.entries import put_values, reset_scaling_state
 from transaxle.torch_tensors import Device, Positions, Ranks, ShardGrid, local_of, local_parts, local_shape, read_device
 
@@ -60,6 +60,8 @@ _WASTE, _GAP, _FEW = 1.4, 64, 256
 """Three limits for reading byte runs together: the most bytes to read per needed byte; the size in bytes of a gap
 between two runs that is always read; the number of runs up to which gaps are never read.
 """
+_ALIKE = ("family", "dialect", "strict", "decode", "dtype", "axes", "broadcast_replicated", "check_source")
+"""Arguments of `load` that must be equal on all ranks."""
 _TIED = "the model has one tensor for it and {first}"
 _UNTIED = "Build the model without the tie."
 
@@ -84,6 +86,7 @@ def load(
     decode: DType | None = None,
     dtype: DType | None = None,
     broadcast_replicated: bool = True,
+    check_source: bool = True,
     jobs: int | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a model or state dict; all ranks of the group must call this function.
@@ -115,24 +118,25 @@ def load(
         dtype: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from floating-point tensors of other
             dtypes, which are cast as `.to` casts. If `dtype` is None, tensors of other dtypes are refused.
         broadcast_replicated: whether a shard that several ranks need is read by one rank, which sends it to the others.
+        check_source: whether to compare what is read with the hashes in the source's manifest and the checksums in its
+            files, if it has any. Tensors that the ranks have read in parts are read a second time for their hashes.
         jobs: number of reading threads per rank; None means as many as there are processors for the rank, but at most
             8.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        TransaxleError: raised on every rank, before anything is written, with every problem of every rank.
+        TransaxleError: raised on every rank, with every problem of every rank: before anything is written, except for
+            the code CORRUPT of bytes that do not match their hashes, which are known once they are read.
     """
     world, clock = World(group), Clock()
     with world.together():
-        check_flags(strict=strict, broadcast_replicated=broadcast_replicated)
-        if jobs is not None:
-            read_count("jobs", jobs)
+        check_flags(strict=strict, broadcast_replicated=broadcast_replicated, check_source=check_source)
+        limit = reading_limits(jobs)
         family = read_optional_text("family", family, "qwen3_moe")
         dialect = read_optional_text("dialect", dialect, "hf")
         decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
         meta_device = read_device("device", device)
-    world.require_alike({"family": family, "dialect": dialect, "strict": strict, "decode": decode, "dtype": dtype,
-        "optimizer": optimizer is not None, "axes": axes, "broadcast_replicated": broadcast_replicated})  # fmt: skip
+    world.require_alike({**select(locals(), _ALIKE), "optimizer": optimizer is not None})
     reading = {"axes": axes, "config": config, "rules": rules, "graft": graft, "graft_over": graft_over or None}
     with open_source(src, world, reading, with_state=optimizer is not None, strict=strict) as source:
         checkpoint = (source if decode is None or source.undecoded is None else source.undecoded).stored
@@ -141,26 +145,27 @@ def load(
                 state, checkpoint, world, optimizer=optimizer, extra=extra or {}, family=family, dialect=dialect,
                 strict=strict, decode=decode, dtype=dtype,
             )  # fmt: skip
-            reads = plan_reads(plan.targets, plan.stored, world.rank, once=broadcast_replicated)
-        with clock.stage("check"), world.together():
+        with clock.stage("check"):
+            source_check = SourceCheck(checkpoint, world, is_enabled=check_source)
             _check_copies(plan, world, jobs)
         with world.together():
             filling = Filling(plan, meta_device)
-            movement = _movement(reads, plan.storage, filling, jobs, world)
+            movement = _movement(plan, filling, limit, world, once=broadcast_replicated)
         read_before = plan.storage.bytes_read
         with clock.stage("read"), world.together():
             plan.extra.read()
             movement.move_local()
         with clock.stage("exchange"), world.together():
             received = movement.move_exchanged()
+            check_filled(filling.destinations)
         bytes_read = plan.storage.bytes_read - read_before
         with clock.stage("check"):
-            check_read(checkpoint, world)
-    with world.together():
-        check_filled(filling.destinations)
+            source_check.finish()
     with world.together():
         written = filling.finish()
-    return _report(plan, filling, world, clock, bytes_read=bytes_read, bytes_received=received, bytes_written=written)
+    return _report(
+        plan, filling, source_check, world, clock, bytes_read=bytes_read, bytes_received=received, bytes_written=written
+    )
 
 
 @dataclass(frozen=True)
@@ -325,11 +330,14 @@ def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _movement(reads: PlannedReads, storage: Storage, filling: Filling, jobs: int | None, world: World) -> Movement:
-    """Return the `Movement` that moves bytes from the source into this rank's tensors."""
+def _movement(plan: LoadPlan, filling: Filling, limit: Limits, world: World, *, once: bool) -> Movement:
+    """Return the `Movement` that moves bytes from the source into this rank's tensors; `once` is an argument of
+    `plan_reads`.
+    """
+    reads = plan_reads(plan.targets, plan.stored, world.rank, once=once)
     exchange = RankExchange(world) if world.size > 1 else None
     sink = LocalSink(filling.destinations, reads.names)
-    return Movement(reads.items, storage, sink, reading_limits(jobs), exchange, reads.elsewhere)
+    return Movement(reads.items, plan.storage, sink, limit, exchange, reads.elsewhere)
 
 
 def reading_limits(jobs: int | None) -> Limits:
@@ -342,6 +350,7 @@ def reading_limits(jobs: int | None) -> Limits:
 def _report(
     plan: LoadPlan,
     filling: Filling,
+    source_check: SourceCheck,
     world: World,
     clock: Clock,
     *,
@@ -369,6 +378,8 @@ def _report(
         scalars=plan.extra.scalars,
         extra=plan.extra.extra,
         untrained=plan.optimizers.names_without_optimizer,
+        source_against=source_check.against,
+        partly_read=source_check.partly_read,
         seconds=clock.total,
         stages=clock.stages,
     )
@@ -390,27 +401,31 @@ def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world
 
 def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
     """Compare stored copies of a tensor, and stored tensors that are a single tensor in the model; one rank compares
-    each pair.
+    each pair. All ranks must call this function.
+
+    Raises:
+        Refused: raised on every rank, with code UNEQUAL_COPIES.
     """
-    problems: list[Refusal] = []
-    checkpoint = plan.view.checkpoint
-    checks: list[PlannedCheck] = []
-    for first, second in sorted(plan.same_memory):
-        first_target, second_target = plan.targets[first], plan.targets[second]
-        if (first_target.shape, first_target.positions) == (second_target.shape, second_target.positions):
+    with world.together():
+        problems: list[Refusal] = []
+        checkpoint = plan.view.checkpoint
+        checks: list[PlannedCheck] = []
+        for first, second in sorted(plan.same_memory):
+            first_target, second_target = plan.targets[first], plan.targets[second]
+            if (first_target.shape, first_target.positions) == (second_target.shape, second_target.positions):
+                checks += _plan_tie_check(first, second, plan.stored, problems)
+            # Tensors that share memory on some ranks only are handled by `find_overlapping`, which treats them as
+            # overlapping.
+        for first, second in sorted(plan.same_state):
             checks += _plan_tie_check(first, second, plan.stored, problems)
-        # Tensors that share memory on some ranks only are handled by `find_overlapping`, which treats them as
-        # overlapping.
-    for first, second in sorted(plan.same_state):
-        checks += _plan_tie_check(first, second, plan.stored, problems)
-    if checkpoint.checks or checkpoint.container.twins:
-        checks += plan_checks(checkpoint.source, checkpoint.checks, problems)
-    if not checks and not problems:
-        return
-    place = world.ranks.index(world.rank)
-    problems += compare_copies(checks[place :: world.size], checkpoint.container.storage, limits(jobs))
-    if problems:
-        raise gathered(problems)
+        if checkpoint.checks or checkpoint.container.twins:
+            checks += plan_checks(checkpoint.source, checkpoint.checks, problems)
+        if not checks and not problems:
+            return
+        place = world.ranks.index(world.rank)
+        problems += compare_copies(checks[place :: world.size], checkpoint.container.storage, limits(jobs))
+        if problems:
+            raise gathered(problems)
 
 
 def _plan_tie_check(

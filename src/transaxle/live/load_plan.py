@@ -35,12 +35,9 @@ from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.views.cast import refuse_scales_alone
 from transaxle.engine.views.decoded import rename_groups
 from transaxle.errors import Refusal, Refused, Where, gathered, refuse
-from transaxle.formats.catalog import Checksum
 from transaxle.formats.catalog import Container as OpenedFiles
-from transaxle.formats.checksums import Tally, Witness
 from transaxle.formats.registry import MANIFEST
-from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import Storage, layer, lowest, without_commit
+from transaxle.formats.storage.storage import Storage, without_commit
 from transaxle.formats.training_state import GROUPS, OPTIMIZER, PARAMS, ParamGroup
 from transaxle.live.derived import find_unloadable, indirectly_filled
 from transaxle.live.extra_state import ExtraLoad
@@ -52,7 +49,6 @@ from transaxle.live.model.source_view import View, match_tensors, refuse_omitted
 from transaxle.live.model.state_tensors import Leaves, State, find_ties, leaves, sizes_that_differ, unwritable
 from transaxle.live.optimizer_state import OptimizerLoad, find_missing_state
 from transaxle.live.optimizers import AnyOptimizer
-from transaxle.live.transport import wire
 from transaxle.live.transport.world import World, comparable
 from transaxle.move.journal import digest
 from transaxle.torch_tensors import local_of
@@ -503,7 +499,6 @@ def _conversions(targets: Census, view: View, stored: Mapping[str, StoredTensor]
     return conversions
 
 
-wire.tellable(Checksum, Tally)
 _LARGEST_MANIFEST = 1 << 30
 
 
@@ -629,53 +624,3 @@ def _identity_of(container: OpenedFiles) -> str:
         return digest(storage.read(MANIFEST, 0, storage.size(MANIFEST)))
     pinned = container.path if without_commit(container.path) != container.path else ""
     return digest(repr((pinned, sorted(container.files.items()))).encode())
-
-
-def check_read(checkpoint: Checkpoint, world: World) -> None:
-    """Check that no file was rewritten while it was read, and that the bytes match their checksums; all ranks must call
-    this function.
-
-    For an object in a storage service, the version is checked at every request instead.
-
-    Raises:
-        Refused: raised on every rank with code CORRUPT, if files have changed or bytes do not match their checksums.
-        StorageError: with code IO, if the source cannot be read.
-    """
-    container = checkpoint.container
-    for storage in (container.storage, *(other.storage for other in container.recoding.additional.values())):
-        with world.together():
-            files = lowest(storage)
-            if isinstance(files, LocalStorage):
-                files.refuse_rewritten()
-        _check_sums(storage, world)
-
-
-def _check_sums(storage: Storage, world: World) -> None:
-    """Compare each byte range that the ranks together have read completely with its checksum; all ranks must call this
-    function.
-
-    The partial checksums of all ranks are combined, even if the ranks read alternating runs. If the checksums cannot be
-    combined, one rank reads the range again. A range that was read only in part is not checked, because the rest of it
-    would have to be read for this.
-
-    Raises:
-        Refused: raised on every rank with code CORRUPT, if bytes do not match their checksums.
-        StorageError: with code IO, if the source cannot be read.
-    """
-    witness = layer(storage, Witness)
-    of_all_ranks = world.gather(
-        None if witness is None else {summed: witness.tally(summed) for summed in witness.open()}
-    )
-    if witness is None or any(tallies is None for tallies in of_all_ranks):
-        return  # the source's files have no checksums, and all ranks come to the same result
-    with world.together():
-        read: dict[Checksum, list[Tally]] = {}
-        for tallies in of_all_ranks:
-            for checksum, tally in (tallies or {}).items():
-                read.setdefault(checksum, []).append(tally)
-        ranges = sorted(read, key=lambda summed: (summed.file, summed.offset))
-        for checksum in ranges[world.ranks.index(world.rank) :: world.size]:
-            witness.combine_tallies(checksum, read[checksum])
-            if witness.is_right(checksum) is None and sum(tally.read for tally in read[checksum]) >= checksum.size:
-                witness.check_rest([checksum])
-        witness.refuse_wrong()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from transaxle.arguments import read_options, read_patterns, read_source
+from transaxle.arguments import read_flag, read_options, read_patterns, read_source
 from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.notation.family import Sizes
 from transaxle.encodings.encoding import CASTS, PLAIN
@@ -34,6 +35,7 @@ from transaxle.engine.wording import plural
 from transaxle.errors import Code, Refusal, TransaxleError, gathered
 from transaxle.live.load import load
 from transaxle.live.model.destination import LoadReport
+from transaxle.live.source_check import SourceCheck
 from transaxle.live.transport.world import World
 from transaxle.options import OPENING, OPTIONS
 from transaxle.refit.vllm_worker import DIALECT, Ranks, WorkerParameters, find_moving_option, ranks_of
@@ -42,11 +44,11 @@ from transaxle.torch_tensors import code_of, mark, torch_dtype
 FORMAT = "transaxle"
 """Name of the load format: `vllm serve --load-format transaxle`."""
 _EXTRA = "--model-loader-extra-config"
-_PATH, _IGNORE = "path", "ignore"
+_PATH, _IGNORE, _CHECK = "path", "ignore", "check_source"
 _OPENING = tuple(name for name in OPENING if name not in {"optimizer", "dtype"})
-KEYS = (_PATH, _IGNORE, *_OPENING)
-"""Keys of `--model-loader-extra-config`: the path of the checkpoint, patterns of tensors that are not read, and
-arguments of `transaxle.open`.
+KEYS = (_PATH, _IGNORE, _CHECK, *_OPENING)
+"""Keys of `--model-loader-extra-config`: the path of the checkpoint, patterns of tensors that are not read, whether to
+check what is read, and arguments of `transaxle.open`.
 """
 _HUB = "hf"
 _SERVED = "_transaxle_served"
@@ -60,6 +62,7 @@ _HINTS: Mapping[Code, str] = {
     "UNEXPECTED_TENSOR": f'If vLLM does not need it: {_EXTRA} \'{{"ignore": ["PATTERN"]}}\'.',
     "SHAPE_MISMATCH": _SAME_CONFIG,
     "DTYPE_MISMATCH": f'If the checkpoint is quantized: {_EXTRA} \'{{"decode": "bf16"}}\'.',
+    "CORRUPT": f"Restore the files. If the change is intended: {_EXTRA} '{{\"check_source\": false}}'.",
 }
 """Code of a refusal of `load` -> advice in the words of vLLM's command line."""
 
@@ -72,6 +75,8 @@ class LoaderOptions:
     """Path or URL of the checkpoint; None means the folder that vLLM serves."""
     ignore: tuple[str, ...]
     """Patterns of the names of stored tensors that are not read."""
+    check_source: bool
+    """Whether to compare what is read with the checkpoint's own hashes and checksums."""
     opening: Mapping[str, Any]
     """Arguments of `transaxle.open` that differ from their defaults."""
 
@@ -98,6 +103,7 @@ def read_loader_options(extra: object) -> LoaderOptions:
     return LoaderOptions(
         None if path is None else read_source(_PATH, path),
         read_patterns(_IGNORE, extra.get(_IGNORE, ())),
+        read_flag(_CHECK, extra.get(_CHECK, True)),
         read_options("open", values),
     )
 
@@ -124,7 +130,7 @@ def load_weights(model: nn.Module, model_config: Any, extra: object) -> LoadRepo
     vllm_config = get_current_vllm_config()
     if model_config is not vllm_config.model_config:
         with _open(extra, model_config, vllm_config.model_config.model) as checkpoint:
-            _load_whole_tensors(model, checkpoint, "it is a draft model")
+            _load_whole_tensors(model, checkpoint, extra, "it is a draft model")
         return None
     setattr(model, _SERVED, model_config.model)
     world = World(get_world_group().cpu_group)
@@ -138,11 +144,12 @@ def load_weights(model: nn.Module, model_config: Any, extra: object) -> LoadRepo
     with checkpoint:
         if worker is None or reasons:
             with world.together():
-                _load_whole_tensors(model, checkpoint, reasons[0])
+                _load_whole_tensors(model, checkpoint, extra, reasons[0])
             return None
         with world.together():
             source = _for_worker(checkpoint, worker, config, ranks)
-        report = _fill(worker, source, code_of(model_config.dtype), world)
+        is_checked = read_loader_options(extra).check_source
+        report = _fill(worker, source, code_of(model_config.dtype), world, check_source=is_checked)
     _LOG.info("%s", report)
     return report
 
@@ -244,7 +251,7 @@ def _names_ahead(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset(names)
 
 
-def _fill(worker: WorkerParameters, source: Checkpoint, code: str, world: World) -> LoadReport:
+def _fill(worker: WorkerParameters, source: Checkpoint, code: str, world: World, *, check_source: bool) -> LoadReport:
     """Read a worker's regions of the source into its parameters.
 
     vLLM casts what it loads to the dtype of the parameter, and so does this function. Parameters of another dtype than
@@ -255,6 +262,7 @@ def _fill(worker: WorkerParameters, source: Checkpoint, code: str, world: World)
         source: the checkpoint to read.
         code: safetensors code of the model's dtype.
         world: all workers.
+        check_source: whether to compare what is read with the source's own hashes and checksums.
 
     Raises:
         TransaxleError: raised on every worker, with every problem of every worker.
@@ -272,10 +280,8 @@ def _fill(worker: WorkerParameters, source: Checkpoint, code: str, world: World)
                 target = torch.empty_like(target, dtype=torch_dtype(stored))
             targets[name] = mark(target, part)
     dtype = next((key for key, cast in CASTS.items() if cast == code), None)
-    try:
-        report = load(targets, source, dialect=DIALECT, dtype=dtype, group=world.group)
-    except TransaxleError as error:
-        raise gathered(replace(each, hint=_HINTS.get(each.code, each.hint)) for each in error.refusals) from None
+    with _hints_for_vllm():
+        report = load(targets, source, dialect=DIALECT, dtype=dtype, group=world.group, check_source=check_source)
     for name, target in casts.items():
         target.copy_(targets[name])
     return report
@@ -290,20 +296,46 @@ def _source_dtypes(source: Checkpoint) -> Mapping[str, str]:
     return {name: view[name].dtype for name in view}
 
 
-def _load_whole_tensors(model: Any, checkpoint: Checkpoint, reason: str) -> None:
+def _load_whole_tensors(model: Any, checkpoint: Checkpoint, extra: object, reason: str) -> None:
     """Let vLLM's own `load_weights` take what it needs from whole tensors under the hub's names.
 
     Raises:
-        TransaxleError: if the checkpoint cannot be translated into the hub's names.
+        TransaxleError: if the checkpoint cannot be translated into the hub's names, or if what was read is damaged.
         ValueError: if a parameter is not loaded.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     _LOG.warning("each worker reads whole tensors of %s, because %s", checkpoint.path, reason)
-    loaded = model.load_weights(_hub_tensors(checkpoint, getattr(model, "is_unused_checkpoint_weight", None)))
+    with _check_whole_tensors(checkpoint, extra):
+        loaded = model.load_weights(_hub_tensors(checkpoint, getattr(model, "is_unused_checkpoint_weight", None)))
     if loaded is not None:
         # A check of vLLM that exempts all parameters of layers with kernels, unless `quantized` is true.
         DefaultModelLoader.track_weights_loading(None, model, loaded, quantized=True)
+
+
+@contextmanager
+def _hints_for_vllm() -> Iterator[None]:
+    """Give refusals of the block the advice in `_HINTS`."""
+    try:
+        yield
+    except TransaxleError as error:
+        raise gathered(
+            replace(refusal, hint=_HINTS.get(refusal.code, refusal.hint)) for refusal in error.refusals
+        ) from None
+
+
+@contextmanager
+def _check_whole_tensors(checkpoint: Checkpoint, extra: object) -> Iterator[None]:
+    """Compare what the block reads with the checkpoint's own hashes, unless `extra` says not to.
+
+    Raises:
+        TransaxleError: before the block or after it, if bytes do not match.
+    """
+    with _hints_for_vllm():
+        check = SourceCheck(checkpoint, World.alone(), is_enabled=read_loader_options(extra).check_source)
+    yield
+    with _hints_for_vllm():
+        check.finish()
 
 
 def _hub_tensors(checkpoint: Checkpoint, is_unused: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -323,5 +355,6 @@ def reload_tensors(model: Any, model_config: Any, extra: object) -> Iterator[tup
         model_config: vLLM's `ModelConfig`, whose `model` is the checkpoint that the caller names.
         extra: content of `--model-loader-extra-config`.
     """
-    with _open(extra, model_config, getattr(model, _SERVED, model_config.model)) as checkpoint:
+    served = getattr(model, _SERVED, model_config.model)
+    with _open(extra, model_config, served) as checkpoint, _check_whole_tensors(checkpoint, extra):
         yield from _hub_tensors(checkpoint, getattr(model, "is_unused_checkpoint_weight", None))

@@ -88,7 +88,7 @@ def test_every_tensor_is_held_however_it_is_laid_out(to: str, tmp_path: Path) ->
         messages[name] = f"in the source, {change} ({extent.file})"
     error = refused(source, tmp_path / "out", to=to)
     assert {each.where.tensor: each.message for each in error.refusals} == messages
-    assert all("convert an intact copy" in each.hint for each in error.refusals)
+    assert all("use an intact copy" in each.hint for each in error.refusals)
     assert [each.message for each in tx.verify(source).problems] == [
         messages[name].removeprefix("in the source, ").rpartition(" (")[0] for name, _, _ in damaged
     ]

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 import transaxle as tx
 from tests.engine.adapters.tiny import train
 from tests.engine.packed import awq
+from tests.live.load.test_source_check import damaged
 from tests.live.ranks import run
 from tests.live.topologies import LLAMA, source
 from tests.oracles import hub
@@ -265,6 +266,22 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, parameters: Callable[[Load
     planted.reconfigure(Path(served), lambda keys: keys.update(num_attention_heads=4, head_dim=128))
     assert "in vLLM's config" in (error := refused({"path": str(hub_folder)}))
     assert "vllm serve FOLDER" in error
+
+
+def test_damaged_tensors_are_refused(tmp_path: Path, parameters: Callable[[Loading], Loaded]) -> None:
+    """By our own loader, and where vLLM's takes whole tensors."""
+    planted.make_packed(awq, tmp_path / "packed")
+    tx.convert(_hub(tmp_path, "moe"), tmp_path / "plain", to="safetensors:torchtitan", sync=False)
+    tx.convert(tmp_path / "packed", tmp_path / "codes", to="safetensors:identity", sync=False)
+    served = {"plain": _config_alone(tmp_path / "hub"), "codes": str(tmp_path / "codes")}
+    for folder, dtype in (("plain", "bfloat16"), ("codes", "float16")):
+        for check in ({}, {"check_source": False}):
+            extra = {"path": str(tmp_path / folder), **check}
+            order = Loading(served[folder], served[folder], extra, dtype=dtype)
+            with damaged(tmp_path / folder, "") as name:
+                error = parameters(order).error
+            assert (name in error) != bool(check), error
+            assert bool(check) or '"check_source": false' in error
 
 
 @pytest.fixture(scope="module")

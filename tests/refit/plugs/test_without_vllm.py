@@ -96,7 +96,7 @@ def test_keys_of_the_load_format_are_checked() -> None:
         told(pth="megatron")
     with refused("AMBIGUOUS", "unknown key 'from'", "Did you mean 'dialect'?"):
         told(**{"from": "hf"})
-    with refused("AMBIGUOUS", "unknown key 'optimizer'", "Keys are path, ignore, format"):
+    with refused("AMBIGUOUS", "unknown key 'optimizer'", "Keys are path, ignore, check_source, format"):
         told(optimizer=True)
     with pytest.raises(TypeError, match="decode must be"):
         told(decode=3)

@@ -1,16 +1,18 @@
 """Checks the bytes that are read from a source against the source's own hashes, in a manifest or in its files.
 
-A conversion hashes the bytes that it writes, so damaged source bytes would from then on have a correct hash. Therefore
-a source that has hashes is checked against them while it is read (`HashWitness`). Bytes that are read in the order in
-which they were hashed are hashed at the same time; all other bytes are read a second time. The option
-`check_source=False` allows a conversion of damaged bytes, and its report says so.
+A conversion hashes the bytes that it writes, so damaged source bytes would from then on have a correct hash; a model
+would train with them. Therefore a source that has hashes is checked against them while it is read (`HashWitness`).
+Bytes that are read in the order in which they were hashed are hashed at the same time; all other bytes are read a
+second time. The option `check_source=False` accepts damaged bytes, and the report says so.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING
 
@@ -36,10 +38,16 @@ _MAX_EARLY = 1 << 16
 """Maximum number of byte ranges that are remembered of the reads before a conversion; if there are more, all tensors
 count as read.
 """
-_INTACT = "The target would contain the same damaged bytes: convert an intact copy."
-_UNCHECKED = "convert with --no-check-source (check_source=False)"
-_MEANT = f"{_INTACT} If the change is intended, {_UNCHECKED}, or delete {MANIFEST}."
-_MEANT_ALONE = f"{_INTACT} If the change is intended, {_UNCHECKED}."
+_ONE_RUN, _INTERLEAVED = -1, -2
+"""Places of a strided piece of a tensor, which has no single offset in the tensor: one run of bytes in the file, or
+several.
+"""
+UNCHECKED = "unchecked"
+"""What a report says a source was checked against, if it was not checked."""
+_INTACT = "What is made of damaged bytes is damaged too: use an intact copy."
+_NO_CHECK = "pass --no-check-source (check_source=False)"
+_MEANT = f"{_INTACT} If the change is intended, {_NO_CHECK}, or delete {MANIFEST}."
+_MEANT_ALONE = f"{_INTACT} If the change is intended, {_NO_CHECK}."
 _MEANT_BESIDE = (
     f"Restore the file. If the change is intended, let `transaxle verify SRC` show that nothing else has "
     f"changed, and delete {MANIFEST}."
@@ -70,6 +78,15 @@ class _SpanProgress(msgspec.Struct):
     """Identifier of the thread that reads the span; only a single thread can keep the order of the bytes."""
     reached: int
     """Offset in the tensor of the byte after the last hashed byte."""
+
+
+class BytesRead(msgspec.Struct, frozen=True):
+    """What one process has read of the tensors that have recorded hashes."""
+
+    compared: tuple[int, ...]
+    """Numbers of the tensors that were compared with their hashes."""
+    sizes: dict[int, int]
+    """Number of each other tensor that was read -> count of its bytes that were read."""
 
 
 class HashWitness(Overlay):
@@ -110,6 +127,8 @@ class HashWitness(Overlay):
         """Numbers of tensors that are never read in order, because they are read in strided runs or share bytes with
         other tensors.
         """
+        self._uncounted: set[int] = set()
+        """Numbers of the tensors in `_scattered` of which it is unknown how many bytes were read."""
         self._hashed_elsewhere: set[int] = set()
         """Numbers of tensors that the code that reads them also hashes."""
         self._reported: set[int] = set()
@@ -143,23 +162,31 @@ class HashWitness(Overlay):
             pieces_by_file: dict[str, list[tuple[int, int, int, int]]] = {}
             for number, tensor in enumerate(records):
                 for part in tensor.transfers:
-                    place = -1 if part.loops else part.target
+                    strided = _ONE_RUN if part.source_span == part.size else _INTERLEAVED
+                    place = strided if part.loops else part.target
                     pieces_by_file.setdefault(part.file, []).append((part.source, part.source_span, number, place))
             for file, pieces in pieces_by_file.items():
                 pieces.sort()
                 self._pieces[file], self._ends[file] = [], []
                 for start, size, number, place in pieces:
-                    if place < 0 or (self._ends[file] and start < self._ends[file][-1]):
+                    if place < 0:
                         self._scattered.add(number)
+                    if place == _INTERLEAVED or (self._ends[file] and start < self._ends[file][-1]):
+                        self._scattered.add(number)
+                        self._uncounted.add(number)
                         continue
                     self._pieces[file].append((start, number, place))
                     self._ends[file].append(start + size)
                 self._starts[file] = [start for start, _, _ in self._pieces[file]]
             self._read = dict.fromkeys(self._scattered, 0)
-        self.expect(Transfer(file, offset, 0, size) for file, offset, size in self._early if file in self._pieces)
-        if len(self._early) == _MAX_EARLY:
-            self.expect([Transfer("", 0, 0, 0)])
-        self._early.clear()
+            if len(self._early) == _MAX_EARLY:
+                self._read = {number: tensor.size for number, tensor in enumerate(records)}
+            for file, offset, size in self._early:
+                for number, place, low, high in self._tensors_in(file, offset, size) if file in self._pieces else ():
+                    # a header is often read together with the beginning of a tensor, which is not used
+                    is_used = not place and high - low == records[number].size
+                    self._read[number] = self._read.get(number, 0) + (high - low if is_used else 0)
+            self._early.clear()
 
     def tensor_in(self, parts: Sequence[Transfer], size: int) -> int | None:
         """Return the number of the tensor that the given transfers read completely; the caller then passes the tensor's
@@ -176,9 +203,9 @@ class HashWitness(Overlay):
         index = bisect_left(self._starts[part.file], part.source)
         if index == len(self._starts[part.file]) or self._starts[part.file][index] != part.source:
             return None
-        number = self._pieces[part.file][index][1]
+        _, number, place = self._pieces[part.file][index]
         tensor = self._records[number]
-        if tensor.size != size or tensor.span != span_ends(size)[0]:
+        if place or tensor.size != size or tensor.span != span_ends(size)[0]:
             return None
         self._hashed_elsewhere.add(number)
         return number
@@ -220,6 +247,41 @@ class HashWitness(Overlay):
             proved = sorted(self._settled - self._reported)
             self._reported.update(proved)
         return tuple(self._records[number].name for number in proved)
+
+    def reads(self) -> BytesRead:
+        """Return which tensors this process has compared with their hashes, and the sizes of what it read of others."""
+        with self._lock:
+            sizes = {number: count for number, count in self._read.items() if count}
+            sizes |= {number: self._records[number].size for number in self._uncounted - self._settled}
+            return BytesRead(tuple(sorted(self._settled)), sizes)
+
+    def read_whole(self, of_all: Sequence[BytesRead]) -> dict[int, bool]:
+        """Return the number of each tensor that is not yet compared with its hash -> whether all of it was read.
+
+        Args:
+            of_all: what each process has read.
+        """
+        totals = Counter[int]()
+        for of_process in of_all:
+            totals.update(of_process.sizes)
+        for number in chain.from_iterable(of_process.compared for of_process in of_all):
+            totals.pop(number, None)
+        return {number: totals[number] >= self._records[number].size for number in sorted(totals)}
+
+    def compare(self, numbers: Sequence[int]) -> None:
+        """Read tensors and compare them with their hashes; forget what else was read.
+
+        Raises:
+            Refused: with code CORRUPT, for each tensor that does not match its hash, also of those read before.
+            StorageError: with code IO, if a file cannot be read.
+        """
+        self._check_hashes(numbers)
+        with self._lock:
+            self._read.clear()
+
+    def name_of(self, number: int) -> str:
+        """Return the stored name of a tensor."""
+        return self._records[number].name
 
     def accept(self, names: Collection[str]) -> None:
         """Count tensors as intact, because another process has checked them against their hashes."""
@@ -291,7 +353,7 @@ class HashWitness(Overlay):
                 if number in self._settled:
                     continue
                 self._read[number] = self._read.get(number, 0) + high - low
-            if number not in self._hashed_elsewhere:
+            if place >= 0 and number not in self._hashed_elsewhere:
                 self._hash(number, place, octets[low - offset : high - offset], steps)
 
     def _hash(self, number: int, start: int, data: memoryview, steps: Steps) -> None:
@@ -338,8 +400,8 @@ class HashWitness(Overlay):
         self.settle(number, join_hashes([spans[each] for each in sorted(spans)]))
 
     def _tensors_in(self, file: str, offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the tensors in a byte range of a file, each as its number, the offset in the tensor, and its range in
-        the file.
+        """Yield the tensors in a byte range of a file, each as its number, the offset in the tensor (negative if it is
+        strided), and its range in the file.
         """
         pieces, ends, stop = self._pieces[file], self._ends[file], offset + size
         index = max(bisect_right(self._starts[file], offset) - 1, 0)
@@ -347,7 +409,7 @@ class HashWitness(Overlay):
             start, number, place = pieces[index]
             low, high = max(start, offset), min(ends[index], stop)
             if low < high:
-                yield number, place + low - start, low, high
+                yield number, place + low - start if place >= 0 else place, low, high
             index += 1
 
     def _problem(self, tensor: RecordedTensor, xxh3: str) -> Refusal:
@@ -479,6 +541,12 @@ def _is_edited(container: Container, name: str, manifest: Manifest) -> bool:
     except (TransaxleError, UnicodeDecodeError, NotJsonError):
         return False
     return len(data) > manifest.files[name].size and "\0" not in text
+
+
+def containers_of(container: Container) -> Iterator[Container]:
+    """Yield the containers whose bytes a checkpoint has: its own, and that of an adapter or a base."""
+    yield container
+    yield from container.recoding.additional.values()
 
 
 def watch_hashes(storage: Storage) -> None:

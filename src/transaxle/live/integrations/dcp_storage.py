@@ -66,7 +66,7 @@ from transaxle.formats.storage.storage import is_url
 from transaxle.formats.training_state import GROUPS, KEPT, PARAMS, ParamGroup, is_extra_state
 from transaxle.live.integrations.dcp_planners import slot_name, torch_name
 from transaxle.live.load import reading_limits
-from transaxle.live.load_plan import check_read, compare_openings, identify_opening
+from transaxle.live.load_plan import compare_openings, identify_opening
 from transaxle.live.memory import container
 from transaxle.live.model.destination import (
     LocalSink,
@@ -76,6 +76,7 @@ from transaxle.live.model.destination import (
     decode_hint,
 )
 from transaxle.live.save import CollectedState, SaveSettings, collect, read_settings, write_checkpoint
+from transaxle.live.source_check import SourceCheck
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
@@ -110,6 +111,8 @@ class Reader(StorageReader):
         jobs: number of reading threads per rank; None means as many as there are processors for it, but at most 8.
         strict: whether to refuse tensors of the model that no rank's state dict asks for; an optimizer's state may be
             left.
+        check_source: whether to compare what is read with the hashes in the checkpoint's manifest and the checksums in
+            its files, if it has any. Tensors that the ranks have read in parts are read a second time for their hashes.
         **opening: options of `open`: `family`, `config`, `decode`, `graft` and others; not with an open checkpoint.
 
     Attributes:
@@ -129,6 +132,7 @@ class Reader(StorageReader):
         optimizer: str | None = None,
         jobs: int | None = None,
         strict: bool = True,
+        check_source: bool = True,
         **opening: Any,
     ) -> None:
         super().__init__()
@@ -144,6 +148,7 @@ class Reader(StorageReader):
         self._model, self._optimizer = model, optimizer
         self._jobs = None if jobs is None else read_count("jobs", jobs)
         self._strict = read_flag("strict", strict)
+        self._check_source = read_flag("check_source", check_source)
         self._opening = opening
         self._checkpoint: Checkpoint | None = None
         self._tensors: dict[str, StoredTensor] = {}
@@ -202,13 +207,14 @@ class Reader(StorageReader):
             Refused: before a tensor is changed: with the code DTYPE_MISMATCH if a tensor has another dtype than its
                 stored values; with the code UNSUPPORTED if the planner asks for other elements than the tensor has;
                 with the code UNEQUAL_COPIES if stored copies of a tensor, such as ties, differ. Later: with the code
-                CORRUPT if bytes do not match their checksum, or a file was rewritten.
+                CORRUPT if bytes do not match their checksum or hash, or a file was rewritten.
             StorageError: with the code IO if a file cannot be read.
         """
         checkpoint, world = self._open(), World()
         if world.size != plan.storage_data:
             world = World.alone()  # torch was given some of the ranks, and does not say which
         boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        check = SourceCheck(checkpoint, world, is_enabled=self._check_source)
         with world.together():
             targets = [planner.resolve_tensor(item).detach() for item in boxes]
             problems = [*_find_misplaced(planner, boxes), *self._find_unlike(boxes, targets)]
@@ -217,7 +223,7 @@ class Reader(StorageReader):
                 raise gathered(problems)
         with world.together():
             self._read(checkpoint, boxes, targets)
-        check_read(checkpoint, world)
+        check.finish()
         for item, target in zip(boxes, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:

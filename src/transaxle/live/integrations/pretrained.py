@@ -69,6 +69,7 @@ def from_pretrained(
     device_mesh: DeviceMesh | None = None,
     parallelize: Callable[[Any], object] | None = None,
     device: Device | None = None,
+    check_source: bool = True,
 ) -> Any:
     """Return a model of transformers with the weights of any checkpoint, ready to compute; all ranks must call this.
 
@@ -86,6 +87,7 @@ def from_pretrained(
         device_mesh: mesh of one dim with all ranks, for `tp_plan`, which is `auto` if it is None.
         parallelize: function that divides the model before it has memory, such as calls of `fully_shard`.
         device: device of parameters that `parallelize` does not place; None means the current GPU, or the CPU.
+        check_source: whether to compare what is read with the checkpoint's own hashes and checksums, as for `load`.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -116,7 +118,8 @@ def from_pretrained(
         if parallelize is not None:
             parallelize(model)
         code = code_of(next(model.parameters()).dtype)
-        load(model, checkpoint, device=place, dtype=next((key for key, cast in CASTS.items() if cast == code), None))
+        dtype_of_model = next((key for key, cast in CASTS.items() if cast == code), None)
+        load(model, checkpoint, device=place, dtype=dtype_of_model, check_source=check_source)
         storage = checkpoint.container.storage
         if GENERATION in checkpoint.container.carried and hasattr(model, "generation_config"):
             _set_generation(model, storage.read(GENERATION, 0, storage.size(GENERATION)))

@@ -380,6 +380,14 @@ class LoadReport:
     """
     untrained: tuple[str, ...] = ()
     """Names of parameters that require gradients but belong to none of the given optimizers."""
+    source_against: str = "structure"
+    """What the source's bytes were compared with: the hashes in its `manifest`, the `digests` in its files, only what
+    headers and checksums of the format reveal (`structure`), or nothing (`unchecked`).
+    """
+    partly_read: tuple[str, ...] = ()
+    """Stored names of the tensors that have a hash, but were not compared with it, because all ranks together have read
+    only parts of them.
+    """
     seconds: float = 0.0
     """Wall time of the load on this rank in seconds."""
     stages: Mapping[str, float] = field(default_factory=dict)
