@@ -335,7 +335,7 @@ class LoadPlan:
                 problems += [*self._find_unmatched(targets), *refuse_omitted(self._omitted), *self.extra.lacking]
                 problems += find_missing_state(self.checkpoint) if self.optimizers else []
             problems += [*self._find_unfilled(), *unwritable(self._filled)]
-            problems += self._match_groups() if self.optimizers else []
+            problems += self._match_groups(strict=strict) if self.optimizers else []
             if problems:
                 raise gathered(problems)
         missing = set(self.missing)
@@ -444,7 +444,7 @@ class LoadPlan:
             return []
         return unloadable(self.state, loaded | self.filled_by_modules)
 
-    def _match_groups(self) -> list[Refusal]:
+    def _match_groups(self, *, strict: bool) -> list[Refusal]:
         """Find the source's settings for the optimizers' parameter groups; return a refusal for each contradiction
         between these settings.
         """
@@ -454,7 +454,8 @@ class LoadPlan:
             {**group, PARAMS: [self.view.model_name(name) for name in group[PARAMS]]}
             for group in rename_groups(stored_groups, self.view.checkpoint.targets, problems)
         ]
-        return [*problems, *self.optimizers.match_groups(groups, self.stored, self.extra.objects_to_restore())]
+        schedules = self.extra.objects_to_restore()
+        return [*problems, *self.optimizers.match_groups(groups, self.stored, schedules, strict=strict)]
 
 
 def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
@@ -202,6 +202,63 @@ def test_a_training_state_is_saved_in_any_form_and_resumed_elsewhere(tmp_path: P
     run(2 if kind == "sync" else 1, _resume, TP if kind == "sync" else ALONE, folder, truth)
 
 
+GROUPS, PARAMS, LR = "param_groups", "params", "lr"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to", ["hf", "dcp:torchtitan", "deepspeed-universal:transformers"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_parameter_groups_have_their_parameters_and_settings(tmp_path: Path, to: str, flat: bool) -> None:
+    """torch flattens a list of groups by number, or a flattened optimizer by parameter; a new optimizer takes both."""
+    model = build(MOE, ALONE, meta=False)
+    optimizer = _trained(model)
+    states = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    writer = tx.dcp.Writer(tmp_path / "out", to=to, model=MODEL, optimizer=OPTIMIZER, config=MOE)
+    save({MODEL: model.state_dict(), OPTIMIZER: states}, storage_writer=writer)
+    tx.save(model, tmp_path / "expected", to=to, optimizer=optimizer, config=MOE)
+    with tx.open(tmp_path / "out") as checkpoint, tx.open(tmp_path / "expected") as expected:
+        groups, expected_groups = checkpoint.metadata[GROUPS], expected.metadata[GROUPS]
+        assert [{*group[PARAMS]} for group in groups] == [{*group[PARAMS]} for group in expected_groups]
+        assert [group[LR] for group in groups] == [1e-3, 3e-3]
+    resumed = topologies.adamw(model)
+    for group in resumed.param_groups:
+        group[LR] = group["weight_decay"] = 0.77
+    tx.load(model, tmp_path / "out", optimizer=resumed)
+    assert [(group[LR], group["weight_decay"]) for group in resumed.param_groups] == [
+        (group[LR], group["weight_decay"]) for group in optimizer.param_groups
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_parameter_in_no_group_is_refused(tmp_path: Path) -> None:
+    """torch saves the groups of one rank only, so under a pipeline the parameters of other ranks are in none."""
+    model = build(MOE, ALONE, meta=False)
+    states: Any = get_optimizer_state_dict(model, _trained(model))
+    lost = states[GROUPS][0][PARAMS].pop()
+    writer = tx.dcp.Writer(tmp_path / "out", model=MODEL, optimizer=OPTIMIZER, config=MOE)
+    with pytest.raises(CheckpointException, match="MISSING_TENSOR") as caught:
+        save({MODEL: model.state_dict(), OPTIMIZER: states}, storage_writer=writer)
+    assert lost in str(caught.value)
+    assert "flatten_optimizer_state_dict=True" in str(caught.value)
+    states[GROUPS][0][PARAMS].append(lost)
+    states[GROUPS][0]["betas"] = [torch.tensor(0.9), torch.tensor(0.95)]
+    with pytest.raises(CheckpointException, match="a setting of several tensors"):
+        save({MODEL: model.state_dict(), OPTIMIZER: states}, storage_writer=writer)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("entry", [3, torch.arange(3), "abc", Path("x"), {"loader": [1, Path("x")]}])
+def test_an_entry_is_left_out_whatever_it_is(hub_folder: Path, tmp_path: Path, entry: Any) -> None:
+    for to, options in (("hf", {"model": MODEL}), ("dcp:identity", {"model": MODEL}), ("dcp:identity", {})):
+        out = tmp_path / f"{to.replace(':', '-')}-{len(options)}"
+        weights: Any = _whole(hub_folder)
+        state = {MODEL: weights, "odd": entry} if options else {**weights, "odd": entry}
+        save(state, storage_writer=tx.dcp.Writer(out, to=to, config=MOE, leave_out=["odd"], **options))
+        with tx.open(out) as checkpoint:
+            assert "odd" not in str([*checkpoint])
+
+
 def _save_weights(rank: int, world: int, how: str, folder: str, kind: str) -> None:
     model = build(MOE, how, meta=False)
     tx.load(model, Path(folder).parent / "hub")
@@ -359,3 +416,26 @@ def test_some_of_the_ranks_save_and_load(hub_folder: Path, tmp_path: Path) -> No
     assert tx.diff(hub_folder, tmp_path / "out-0").equal
     assert tx.diff(hub_folder, tmp_path / "out-1").equal
     assert not (tmp_path / "out-refused").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_settings_of_other_names_are_neither_saved_nor_ignored(tmp_path: Path) -> None:
+    """A planner translates tensors, but not the parameter names in settings; the learning rate would be lost."""
+    model = build(MOE, ALONE, meta=False)
+    optimizer = _trained(model)
+    states: Any = get_optimizer_state_dict(model, optimizer)
+    for state in ({**model.state_dict(), OPTIMIZER: states}, {MODEL: model.state_dict(), OPTIMIZER: states}):
+        with pytest.raises(CheckpointException, match="which no weight has in the dialect torchtitan"):
+            save(state, checkpoint_id=tmp_path / "out", planner=tx.SavePlanner("torchtitan", config=MOE))
+    without = {**model.state_dict(), OPTIMIZER: {"state": states["state"]}}
+    save(without, checkpoint_id=tmp_path / "weights", planner=tx.SavePlanner("torchtitan", config=MOE))
+    for group in states[GROUPS]:
+        group[PARAMS] = [f"renamed.{name}" for name in group[PARAMS]]
+    save({MODEL: model.state_dict(), OPTIMIZER: states}, checkpoint_id=tmp_path / "renamed")
+    with pytest.raises(tx.TransaxleError, match="none of its parameter groups has this parameter") as caught:
+        tx.load(model, tmp_path / "renamed", optimizer=optimizer)
+    assert {refusal.where.tensor for refusal in caught.value.refusals} == {"optimizer group 0", "optimizer group 1"}
+    for group in optimizer.param_groups:
+        group[LR] = 0.5
+    tx.load(model, tmp_path / "renamed", optimizer=optimizer, strict=False)
+    assert {group[LR] for group in optimizer.param_groups} == {0.5}

@@ -33,7 +33,7 @@ import pickle
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -430,13 +430,16 @@ class SavePlanner(_Translating, DefaultSavePlanner):
         """Prepare to save a state dict, translated into the dialect of the checkpoint.
 
         Raises:
-            TransaxleError: any error that `state_dict_as` raises.
+            TransaxleError: any error that `state_dict_as` raises; with code UNSUPPORTED, if the optimizer's state or
+                settings keep names that the dialect does not have.
         """
         if self._dialect is not None:
             flat = flatten_state_dict(state_dict)[0]
             home = _home(flat)
             tensors, non_tensors = _split_tensors(flat, home)
             translated = state_dict_as(tensors, self._dialect, **self._dialect_options)
+            if problems := list(_find_other_names(tensors, translated, non_tensors, self._dialect)):
+                raise gathered(problems)
             state_dict = {**{torch_name(name, home): value for name, value in translated.items()}, **non_tensors}
         super().set_up_planner(as_runs(state_dict), storage_meta, is_coordinator)
 
@@ -644,6 +647,46 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             for name, value in settings.items():
                 path = self._paths.get(name) or self.mappings.get(name, (name,))
                 set_element(self._state_dict, path, value)
+
+
+def _find_other_names(
+    tensors: Iterable[str], translated: Iterable[str], non_tensors: Mapping[str, Any], dialect: str
+) -> Iterator[Refusal]:
+    """Yield a refusal for the first parameter whose optimizer state or settings would keep a name that the dialect of
+    the checkpoint does not have.
+
+    Args:
+        tensors: Transaxle's names of the tensors in the state dict.
+        translated: Transaxle's names of the tensors in the checkpoint.
+        non_tensors: flattened key -> entry of the state dict that is not a tensor.
+        dialect: the dialect of the checkpoint.
+    """
+    own_weights, own_states = _weights_and_states(tensors)
+    weights, states = _weights_and_states(translated)
+    unknown = [name for name in _parameters_of_settings(non_tensors) if name not in weights | states]
+    if weights.isdisjoint(own_weights):
+        unknown += sorted(own_states & states - weights)
+    if weights and unknown:
+        message = f"the optimizer's entries would keep this name, which no weight has in the dialect {dialect}"
+        hint = 'Save with storage_writer=tx.dcp.Writer(to="dcp:DIALECT", optimizer=KEY), which translates all of it.'
+        yield Refusal("UNSUPPORTED", message, Where(None, unknown[0]), hint)
+
+
+def _weights_and_states(names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return the names of weights, and the names of parameters that have optimizer state."""
+    pairs = list(map(split_slot, names))
+    return {name for name, slot in pairs if not slot}, {name for name, slot in pairs if slot}
+
+
+def _parameters_of_settings(non_tensors: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parameter names in an optimizer's settings, in any of the forms that torch gives them."""
+    for name, value in non_tensors.items():
+        if _NAMES.fullmatch(name) and _are_names(value):
+            yield from value
+        elif _LISTED.fullmatch(name) and _are_groups(value):
+            yield from (parameter for group in value for parameter in group[PARAMS])
+        elif (of_parameter := _ONE.fullmatch(name)) and not of_parameter[2].isdecimal():
+            yield of_parameter[2]
 
 
 def _home(flat: Iterable[str]) -> str:

@@ -63,7 +63,14 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog import nbytes
 from transaxle.formats.registry import get_format
 from transaxle.formats.storage.storage import is_url
-from transaxle.formats.training_state import GROUPS, KEPT, PARAMS, ParamGroup, is_extra_state
+from transaxle.formats.training_state import (
+    GROUPS,
+    KEPT,
+    PARAMS,
+    ParamGroup,
+    groups_of_equal_settings,
+    is_extra_state,
+)
 from transaxle.live.integrations.dcp_planners import slot_name, torch_name
 from transaxle.live.load import reading_limits
 from transaxle.live.load_plan import compare_openings, identify_opening
@@ -93,6 +100,10 @@ _LENIENT: Mapping[str, Any] = {"optimizer": True, "lenient": True}
 _FOREIGN = (
     'Leave it out: Writer(leave_out=["{entry}"]). If it is a part of the model, save {{"model": state}} with '
     'Writer(model="model").'
+)
+_UNGROUPED = (
+    "If ranks have different parameters, torch saves the groups of one rank: flatten the optimizer's state, "
+    "StateDictOptions(flatten_optimizer_state_dict=True)."
 )
 _UNREQUESTED = "The checkpoint may be that of a larger model. Reader(strict=False) loads it without these tensors."
 
@@ -463,8 +474,10 @@ class Writer(StorageWriter):
         settings_of = partial(replace, self._settings, dst=str(self._dst))
         settings, collected = collect(settings_of, {**tensors, **values}, None, None, world)
         out = sorted({name for of_rank in world.gather(entries.left_out) for name in of_rank})
-        collected = replace(collected, groups=_as_groups(groups), left_out=(*collected.left_out, *out))
         with world.together():
+            collected = replace(collected, groups=_as_groups(groups), left_out=(*collected.left_out, *out))
+            if problems := list(_find_ungrouped(collected.groups, collected.global_tensors)):
+                raise gathered(problems)
             if not self._model and (problems := list(_find_foreign(settings, collected, values))):
                 raise gathered(problems)
             if world.rank == world.ranks[0] and not is_url(settings.dst):
@@ -493,7 +506,7 @@ class Writer(StorageWriter):
 
     def _own_name(self, name: str) -> str:
         """Return Transaxle's name of an entry of the state dict; empty if it is left out."""
-        if any(_inside(name, key) for key in self._leave_out):
+        if any(name == key or _inside(name, key) for key in self._leave_out):
             return ""
         if self._optimizer is not None and (inside := _inside(name, self._optimizer)):
             if (of_state := slot_name(name, f"{_join(self._optimizer, _STATE)}.")) != name:
@@ -642,18 +655,47 @@ def _unpickle(name: str, octets: bytes) -> Any:
 
 
 def _as_groups(settings: Mapping[str, Any]) -> list[ParamGroup]:
-    """Return parameter groups from the list of them under `KEPT`, or from `KEPT.<parameter>.<setting>` -> value."""
+    """Return parameter groups from the entries of a state dict under `KEPT`.
+
+    torch flattens a list of groups to `KEPT.<number>.<setting>`; state dicts whose optimizer is flattened have
+    `KEPT.<parameter>.<setting>`. Only groups in a list have the setting `params`.
+
+    Raises:
+        Refused: with the code UNSUPPORTED if a setting is a list of tensors.
+    """
     groups: list[ParamGroup] = list(settings.get(KEPT, ()))
+    by_number: dict[int, dict[str, Any]] = {}
     by_parameter: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
-        if name != KEPT:
-            parameter, _, key = name.removeprefix(f"{KEPT}.").rpartition(".")
-            by_parameter.setdefault(parameter, {})[key] = value
-    alike: dict[str, dict[str, Any]] = {}
-    for parameter, of_parameter in by_parameter.items():
-        group = alike.setdefault(repr(sorted(of_parameter.items())), {**of_parameter, PARAMS: []})
-        group[PARAMS].append(parameter)
-    return [*groups, *alike.values()]
+        key = name.removeprefix(f"{KEPT}.")
+        number, _, setting = key.partition(".")
+        if name == KEPT:
+            continue
+        if not number.isdecimal() or f"{KEPT}.{number}.{PARAMS}" not in settings:
+            parameter, _, setting = key.rpartition(".")
+            by_parameter.setdefault(parameter, {})[setting] = value
+        elif "." in setting:
+            message = f"group {number} of the optimizer has a setting of several tensors"
+            raise refuse("UNSUPPORTED", message, tensor=setting.partition(".")[0], hint="Make numbers of the tensors.")
+        else:
+            by_number.setdefault(int(number), {})[setting] = value
+    groups += [by_number[number] for number in sorted(by_number)]
+    return [*groups, *groups_of_equal_settings(by_parameter)]
+
+
+def _find_ungrouped(groups: Sequence[ParamGroup], names: Iterable[str]) -> Iterator[Refusal]:
+    """Yield a refusal for each parameter that has an optimizer's state and is in no group, if there are groups.
+
+    Args:
+        groups: the parameter groups of all ranks.
+        names: names of the tensors of all ranks.
+    """
+    grouped = {parameter for group in groups for parameter in group[PARAMS]}
+    with_state = dict.fromkeys(parameter for parameter, slot in map(split_slot, names) if slot)
+    for parameter in with_state if groups else ():
+        if parameter not in grouped:
+            message = "the optimizer has state of this parameter, and the parameter is in none of its groups"
+            yield Refusal("MISSING_TENSOR", message, Where(None, parameter), _UNGROUPED)
 
 
 def _pickle(value: Any) -> io.BytesIO:
