@@ -250,11 +250,11 @@ def test_a_parameter_in_no_group_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("entry", [3, torch.arange(3), "abc", Path("x"), {"loader": [1, Path("x")]}])
 def test_an_entry_is_left_out_whatever_it_is(hub_folder: Path, tmp_path: Path, entry: Any) -> None:
-    for to, options in (("hf", {"model": MODEL}), ("dcp:identity", {"model": MODEL}), ("dcp:identity", {})):
-        out = tmp_path / f"{to.replace(':', '-')}-{len(options)}"
+    for to, key in (("hf", MODEL), ("dcp:identity", MODEL), ("dcp:identity", "")):
+        out = tmp_path / f"{to.replace(':', '-')}-{key}"
         weights: Any = _whole(hub_folder)
-        state = {MODEL: weights, "odd": entry} if options else {**weights, "odd": entry}
-        save(state, storage_writer=tx.dcp.Writer(out, to=to, config=MOE, leave_out=["odd"], **options))
+        state = {key: weights, "odd": entry} if key else {**weights, "odd": entry}
+        save(state, storage_writer=tx.dcp.Writer(out, to=to, config=MOE, leave_out=["odd"], model=key))
         with tx.open(out) as checkpoint:
             assert "odd" not in str([*checkpoint])
 
