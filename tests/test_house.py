@@ -444,7 +444,7 @@ class Counted:
     """Folders with three modules or fewer, below a room."""
     BARE_TUPLES = 44
     """Functions that return more than two values without names for them."""
-    VAGUE_NAMES = 81
+    VAGUE_NAMES = 74
     """Variables and parameters whose name does not say what they hold."""
     PARTICIPLES = 107
     """Functions named by a participle in place of a verb or a noun."""

@@ -134,8 +134,8 @@ class Conversion:
         planning = self._src, self._options["to"], self.target, self._options, self._numbers, self._watch
         with explain_swapped(self._src, self.target), open_and_make_plan(*planning) as prepared:
             target = self.target if self.order is None or not running else self.order.target
-            how: dict[str, Any] = {"running": running, "several": self.order is not None, "limit": self.limit}
-            cleared = preflight(prepared, target, **how, **select(self._options, PLACING))
+            state: dict[str, Any] = {"running": running, "several": self.order is not None, "limit": self.limit}
+            cleared = preflight(prepared, target, **state, **select(self._options, PLACING))
             self._watch.planned(cleared)
             yield cleared
 
@@ -195,20 +195,20 @@ class Conversion:
 
             with self._watch.workers() as events:
                 return convert_on(
-                    self.order, cleared, self._options["on"], progress=progress, watch=events, **self._how
+                    self.order, cleared, self._options["on"], progress=progress, watch=events, **self._work_options
                 )
         from transaxle.engine.execute import execute
         from transaxle.formats.store.staging import takes_parts
 
-        how = select(self._options, (*PLACING, "sync"))
+        placing = select(self._options, (*PLACING, "sync"))
         total = sum(tensor.nbytes for tensor in cleared.plan.tensors)
         with report_progress(self._watch, progress, total, "copying", stays=True) as counted:
             if takes_parts(self.target):
                 from transaxle.engine.distribute.driver import convert_in_parts
 
-                return convert_in_parts(cleared, self.target, limit=self.limit, progress=counted, **how)
+                return convert_in_parts(cleared, self.target, limit=self.limit, progress=counted, **placing)
             times = None if self.page is None else self.page.times
-            return execute(cleared, self.target, limit=self.limit, progress=counted, times=times, **how)
+            return execute(cleared, self.target, limit=self.limit, progress=counted, times=times, **placing)
 
     def _by_ranks(self, progress: Progress) -> Report:
         """Convert together with the other ranks of a torchrun job; all ranks must call this method."""
@@ -216,9 +216,9 @@ class Conversion:
 
         assert self.order is not None
         if not self._leads:
-            return convert_together(self.order, **self._how)
+            return convert_together(self.order, **self._work_options)
         with self._watch.workers() as events:
-            return convert_together(self.order, progress=progress, watch=events, look=self._look, **self._how)
+            return convert_together(self.order, progress=progress, watch=events, look=self._look, **self._work_options)
 
     def _look(self, prepared: Prepared) -> None:
         """Prepare the HTML page, and write it at once if the plan has errors; called on a job's first rank."""
@@ -226,20 +226,21 @@ class Conversion:
             return
         from transaxle.engine.execute import preflight
 
-        self.page, how = self._new_page(), select(self._options, PLACING)
-        self.page.write_refused(preflight(prepared, self.target, several=True, limit=self.limit, **how).plan)
+        self.page, placing = self._new_page(), select(self._options, PLACING)
+        self.page.write_refused(preflight(prepared, self.target, several=True, limit=self.limit, **placing).plan)
 
     @property
-    def _how(self) -> dict[str, Any]:
+    def _work_options(self) -> dict[str, Any]:
+        """The options of a conversion by several processes."""
         return select(self._options, ("items", *PLACING, "sync", "jobs", "memory"))
 
     def _check(self) -> Check:
         """Check whether the reader loads the result."""
         from transaxle.readers.checking import check as check_opened
 
-        how = select(self._options, ("python", "time_limit"))
+        reader_options = select(self._options, ("python", "time_limit"))
         with self._watch.working(f"loading with {self._options['reader']}"), open_checkpoint(self.target) as written:
-            return check_opened(written, self._options["reader"], **how)
+            return check_opened(written, self._options["reader"], **reader_options)
 
     def _read_back(self, prepared: Prepared) -> Verification:
         """Verify the result by reading it back; the source is opened with the same options as before."""

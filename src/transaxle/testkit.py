@@ -98,22 +98,22 @@ class Rounds(msgspec.Struct, frozen=True):
     """The rounds, in the order in which they were run."""
 
     def __bool__(self) -> bool:
-        return all(each.outcome != "different" for each in self.rounds)
+        return all(entry.outcome != "different" for entry in self.rounds)
 
     def __str__(self) -> str:
-        count = sum(each.outcome == "equal" for each in self.rounds)
+        count = sum(entry.outcome == "equal" for entry in self.rounds)
         lines = [f"{self.model}: {count} of {len(self.rounds)} rounds equal, dialect {self.dialect}"]
         direct = self.rounds[0]
         if direct.outcome == "different":
             lines.append(f"  the loader differs from the table: {direct.problem}")
-        elif any(each.outcome == "different" and each.way[-1] == LOADER for each in self.rounds):
+        elif any(entry.outcome == "different" and entry.way[-1] == LOADER for entry in self.rounds):
             lines.append("  the loader makes other tensors of the files that Transaxle writes than of the first files")
-        folded = [each for each in self.rounds if each.outcome == "different" and each.problem == direct.problem]
+        folded = [entry for entry in self.rounds if entry.outcome == "different" and entry.problem == direct.problem]
         if folded:
             lines.append(
                 f"  different  {plural(len(folded), 'round')} from {HUB} to {folded[0].way[-1]}, by this alone"
             )
-        lines += [f"  {each}" for each in self.rounds if each not in folded]
+        lines += [f"  {entry}" for entry in self.rounds if entry not in folded]
         return "\n".join(lines)
 
 
@@ -163,7 +163,7 @@ def run(
         with verbs.open(folder / STATE, **names) as loaded:
             label, family = loaded.reading.dialect.label, loaded.reading.family
         kit = _Kit(hub, state, label, folder, reading)
-        targets = _targets([each.label for each in family.dialects], label)
+        targets = _targets([choice.label for choice in family.dialects], label)
         returned = kit.to_hub(names, load)
         return Rounds(name, label, (kit.through(), *returned, *(kit.through(target) for target in targets)))
 

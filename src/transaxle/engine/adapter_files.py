@@ -473,9 +473,9 @@ def _linear(modules: Sequence[Module]) -> list[Module]:
 def _parameters(modules: Sequence[Module]) -> dict[str, list[Module]]:
     """Return module path -> parameters of that module that the adapter changes."""
     parameters: dict[str, list[Module]] = defaultdict(list)
-    for each in modules:
-        if each.is_parameter:
-            parameters[each.path].append(each)
+    for module in modules:
+        if module.is_parameter:
+            parameters[module.path].append(module)
     return parameters
 
 

@@ -529,8 +529,8 @@ def _check_reads_of(prepared: Prepared, tensors: list[PlannedTensor], finished: 
         if transfer.file in container.files:
             witness.mark_read(transfer.file, transfer.source, transfer.source_span)
         else:  # a virtual file may have read any byte range of the stored files
-            for each in container.checksums:
-                witness.mark_read(each.file, each.offset, each.size)
+            for checksum in container.checksums:
+                witness.mark_read(checksum.file, checksum.offset, checksum.size)
 
 
 def _intact_tensors(

@@ -137,7 +137,7 @@ class PlannedFiles:
         self._measuring, self._checking = threading.Lock(), threading.Lock()
         self._failure: Refused | None = None
         self._looked = time.monotonic()
-        fragments = sorted((each.file, each.offset, each.data) for each in prepared.draft.fragments)
+        fragments = sorted((fragment.file, fragment.offset, fragment.data) for fragment in prepared.draft.fragments)
         self.identity = _digest(task.to, task.state, task.plan, msgspec.msgpack.encode((fragments, plan.files)))
         self.files = {name: self._describe(name) for name in sorted(plan.files)}
 
@@ -374,7 +374,10 @@ def _sections(prepared: Prepared, tensors: Sequence[PlannedTensor]) -> dict[str,
     for number, tensor in enumerate(tensors):
         for place in tensor.everywhere:
             sections[place.file].append(_Section(place.source, place.size, tensor=number, offset=place.target))
-    return {name: sorted((each for each in listed if each.size), key=_start_of) for name, listed in sections.items()}
+    return {
+        name: sorted((section for section in listed if section.size), key=_start_of)
+        for name, listed in sections.items()
+    }
 
 
 def _start_of(section: _Section) -> int:

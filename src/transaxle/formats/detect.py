@@ -576,8 +576,8 @@ def _candidates(kind: Format, clue: Clue, folder: Folder) -> tuple[str, ...]:
 
 
 def _by_place(formats: Iterable[Format]) -> Iterator[list[tuple[Format, Clue]]]:
-    clues = sorted(((kind, clue) for kind in formats for clue in kind.clues), key=lambda each: each[1].place)
-    for _, clues_of_place in groupby(clues, key=lambda each: each[1].place):
+    clues = sorted(((kind, clue) for kind in formats for clue in kind.clues), key=lambda pair: pair[1].place)
+    for _, clues_of_place in groupby(clues, key=lambda pair: pair[1].place):
         yield list(clues_of_place)
 
 

@@ -132,7 +132,7 @@ class HiddenObjects:
         all_names = self.names() if names is None else names
         last = (_BEGUN, _COMMIT) if finished else (_COMMIT, _BEGUN)
         order = {name: number + 1 for number, name in enumerate(last)}
-        for name in sorted(all_names, key=lambda each: ((order.get(each, 3 if finished else 0)), each)):
+        for name in sorted(all_names, key=lambda name: ((order.get(name, 3 if finished else 0)), name)):
             self._service.delete(f"{self.path}/{name}", self._service.shown)
 
     def delete_result(self, number: int) -> None:
@@ -212,11 +212,11 @@ def orphans(url: str, *, uploads: bool = True) -> Iterator[Orphan]:
         if begun is None:
             what = "what remains of unfinished work"
         yield Orphan(_url(url, hidden.path), _url(url, target), what, size + _sizes(calls, open_uploads))
-    for each in unknown.values():
-        since = f", begun {each.since}" if each.since else ""
-        size = _sizes(calls, [(each.path, each.upload)])
-        at = _url(url, each.path)
-        yield Orphan(f"{at}{_UPLOAD}{each.upload}", at, f"an upload that was not completed{since}", size)
+    for unlisted in unknown.values():
+        since = f", begun {unlisted.since}" if unlisted.since else ""
+        size = _sizes(calls, [(unlisted.path, unlisted.upload)])
+        at = _url(url, unlisted.path)
+        yield Orphan(f"{at}{_UPLOAD}{unlisted.upload}", at, f"an upload that was not completed{since}", size)
 
 
 def _targets(service: Service, path: str) -> Iterator[str]:
@@ -314,8 +314,8 @@ def remove_unanswered_uploads(service: Service, own_uploads: Sequence[OpenUpload
         if each.since and each.since <= since.get(each.path, "")
     ]
     if unanswered and HiddenObjects(service, calls).upload_record() is None:
-        for each in unanswered:
-            abort_empty(calls, each, service.shown)
+        for upload in unanswered:
+            abort_empty(calls, upload, service.shown)
 
 
 def _abort(calls: S3Multipart, record: UploadRecord, file: str) -> None:
