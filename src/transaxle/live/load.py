@@ -116,7 +116,8 @@ def load(
         decode: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from encoded (quantized) tensors, which
             are decoded. If `decode` is None, encoded tensors are refused.
         dtype: `bf16`, `fp16` or `fp32`. Parameters of this dtype may be loaded from floating-point tensors of other
-            dtypes, which are cast as `.to` casts. If `dtype` is None, tensors of other dtypes are refused.
+            dtypes, which are cast as `.to` casts; with `own`, parameters of each of these dtypes may. If `dtype` is
+            None, tensors of other dtypes are refused.
         broadcast_replicated: whether a shard that several ranks need is read by one rank, which sends it to the others.
         check_source: whether to compare what is read with the hashes in the source's manifest and the checksums in its
             files, if it has any. Tensors that the ranks have read in parts are read a second time for their hashes.

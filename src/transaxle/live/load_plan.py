@@ -333,9 +333,9 @@ class LoadPlan:
             problems += [*self.extra.problems, *leaves.refusals, *unloadable_modules]
             if strict:
                 problems += [*self._find_unmatched(targets), *refuse_omitted(self._omitted), *self.extra.lacking]
-                problems += find_missing_state(self.checkpoint) if self.optimizers else []
+                problems += self._find_missing_state() if self.optimizers else []
             problems += [*self._find_unfilled(), *unwritable(self._filled)]
-            problems += self._match_groups(strict=strict) if self.optimizers else []
+            problems += self._match_groups() if self.optimizers else []
             if problems:
                 raise gathered(problems)
         missing = set(self.missing)
@@ -444,18 +444,26 @@ class LoadPlan:
             return []
         return unloadable(self.state, loaded | self.filled_by_modules)
 
-    def _match_groups(self, *, strict: bool) -> list[Refusal]:
+    def _find_missing_state(self) -> list[Refusal]:
+        """Return a refusal for state or settings of the optimizers that the source lacks."""
+        ungrouped = self.optimizers.find_ungrouped(self._groups_in_source([]), self.stored)
+        return [*find_missing_state(self.checkpoint), *ungrouped]
+
+    def _match_groups(self) -> list[Refusal]:
         """Find the source's settings for the optimizers' parameter groups; return a refusal for each contradiction
         between these settings.
         """
         problems: list[Refusal] = []
+        groups = self._groups_in_source(problems)
+        return [*problems, *self.optimizers.match_groups(groups, self.stored, self.extra.objects_to_restore())]
+
+    def _groups_in_source(self, problems: list[Refusal]) -> list[ParamGroup]:
+        """Return the source's parameter groups, with the model's names of parameters; add refusals to `problems`."""
         stored_groups = self.view.checkpoint.container.metadata.get(GROUPS, ())
-        groups: list[ParamGroup] = [
+        return [
             {**group, PARAMS: [self.view.model_name(name) for name in group[PARAMS]]}
             for group in rename_groups(stored_groups, self.view.checkpoint.targets, problems)
         ]
-        schedules = self.extra.objects_to_restore()
-        return [*problems, *self.optimizers.match_groups(groups, self.stored, schedules, strict=strict)]
 
 
 def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:

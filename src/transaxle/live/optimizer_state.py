@@ -37,16 +37,20 @@ from transaxle.formats.training_state import GROUPS, NAMES, PARAMS, ParamGroup, 
 from transaxle.live.derived import find_unnamed
 from transaxle.live.model.destination import NamePair
 from transaxle.live.model.state_tensors import Leaves
-from transaxle.live.optimizers import CARRY, AnyOptimizer, Optimizers, inner_optimizers, unwrap_optimizers
+from transaxle.live.optimizers import (
+    CARRY,
+    AnyOptimizer,
+    Optimizers,
+    find_ungrouped,
+    inner_optimizers,
+    unwrap_optimizers,
+)
 from transaxle.live.transport.world import World
 from transaxle.quant.masters import MASTER, MasterWeights
 from transaxle.torch_tensors import code_of, local_of, mark, part_of, torch_dtype, whole_shape
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "Build the optimizer with the groups that the source has."
-_UNGROUPED = (
-    "Its settings were saved under other names. strict=False loads the state, and keeps this optimizer's settings."
-)
 _IN_ORDER = "Build the optimizer with its groups in the order that they had at the save."
 _FIRST_RATE, _BASE_RATES, _SCHEDULES = "initial_lr", "base_lrs", "_schedulers"
 """Key of a group's initial learning rate; keys of the initial rates and of inner schedules in a schedule's state."""
@@ -165,28 +169,6 @@ def settings_for(
             where = Where(None, f"optimizer group {number}")
             problems.append(Refusal("UNSUPPORTED", f"{difference}, but here they are one group", where, _HINT))
     return restored, problems
-
-
-def find_ungrouped(
-    optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], groups: Sequence[ParamGroup], stored: Iterable[str]
-) -> Iterator[Refusal]:
-    """Yield a refusal for each parameter group whose state the source has, while its groups have none of the
-    parameters: the settings, such as the learning rate, would silently stay as they are.
-
-    Args:
-        optimizers: the optimizers to load into.
-        parameters: name -> parameter of the optimizers.
-        groups: the source's parameter groups, with the model's names of parameters; none if it stores no settings.
-        stored: the source's tensors, with the model's names.
-    """
-    grouped = {name for group in groups for name in group[PARAMS]}
-    with_state = {parameter for parameter, slot in map(split_slot, stored) if slot}
-    names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
-    for number, group in enumerate(optimizers.every_group() if groups else ()):
-        own_names = [names[id(parameter)] for parameter in group[PARAMS]]
-        if grouped.isdisjoint(own_names) and not with_state.isdisjoint(own_names):
-            message = f"the source has state of {own_names[0]}, and none of its parameter groups has this parameter"
-            yield Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}"), _UNGROUPED)
 
 
 def _describe_difference(first: tuple[str, ParamGroup], second: tuple[str, ParamGroup]) -> str:
@@ -371,8 +353,6 @@ class OptimizerLoad:
         groups: Sequence[ParamGroup],
         stored: Mapping[str, StoredTensor],
         schedules: Mapping[str, tuple[object, Any]],
-        *,
-        strict: bool,
     ) -> list[Refusal]:
         """Find the source's settings for each parameter group; return a refusal for each setting that prevents
         continuing.
@@ -381,15 +361,17 @@ class OptimizerLoad:
             groups: the source's parameter groups, with the model's names of parameters.
             stored: the model's tensor name -> tensor of the source.
             schedules: name -> (object, state to restore), for learning rate schedules; see `find_misordered`.
-            strict: whether to refuse state without settings, if the source has settings; see `find_ungrouped`.
         """
         if self._optimizers is None:
             return []
         self._settings, problems = settings_for(self._optimizers, self.parameters, groups)
-        problems += find_ungrouped(self._optimizers, self.parameters, groups, stored) if strict else ()
         problems += find_unlike_tied(self._other_names, groups)
         problems += find_other_kind(self._optimizers, self.parameters, self._settings, stored)
         return [*problems, *find_misordered(self._optimizers, self._settings, schedules)]
+
+    def find_ungrouped(self, groups: Sequence[ParamGroup], stored: Iterable[str]) -> list[Refusal]:
+        """Return the refusals of `find_ungrouped`."""
+        return [] if self._optimizers is None else [*find_ungrouped(self._optimizers, self.parameters, groups, stored)]
 
     def follow(self, leaves: Leaves, stored: Mapping[str, StoredTensor]) -> None:
         """Use the new parameters of a model that has left the meta device, and create their optimizer state again.

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.training_state import GROUPS, PARAMS, settings_of
+from transaxle.formats.training_state import GROUPS, PARAMS, ParamGroup, settings_of
 from transaxle.quant.masters import MasterWeights
 
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -29,6 +30,9 @@ CARRY = (
     'Use extra={"optimizer": optimizer} to save the optimizer\'s state_dict() unchanged, for the same ranks and shards.'
 )
 """Hint for optimizer state that cannot be saved per parameter."""
+_UNGROUPED = (
+    "Its settings were saved under other names. strict=False loads the state, and keeps this optimizer's settings."
+)
 _DEEPEST = 4
 """Largest depth to which nested lists and dicts in an optimizer's attributes are searched for tensors."""
 _TITAN = ("torchtitan.components.optimizer.optimizer", "OptimizersContainer")
@@ -370,3 +374,25 @@ def _tensors(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(map(_tensors, value.values()))
     return sum(map(_tensors, value)) if isinstance(value, list | tuple) else 0
+
+
+def find_ungrouped(
+    optimizers: Optimizers, parameters: Mapping[str, torch.Tensor], groups: Sequence[ParamGroup], stored: Iterable[str]
+) -> Iterator[Refusal]:
+    """Yield a refusal for each parameter group whose state the source has, while its groups have none of the
+    parameters: the settings, such as the learning rate, would silently stay as they are.
+
+    Args:
+        optimizers: the optimizers to load into.
+        parameters: name -> parameter of the optimizers.
+        groups: the source's parameter groups, with the model's names of parameters; none if it stores no settings.
+        stored: the source's tensors, with the model's names.
+    """
+    grouped = {name for group in groups for name in group[PARAMS]}
+    with_state = {parameter for parameter, slot in map(split_slot, stored) if slot}
+    names = {id(parameter): name for name, parameter in reversed(list(parameters.items()))}
+    for number, group in enumerate(optimizers.every_group() if groups else ()):
+        own_names = [names[id(parameter)] for parameter in group[PARAMS]]
+        if grouped.isdisjoint(own_names) and not with_state.isdisjoint(own_names):
+            message = f"the source has state of {own_names[0]}, and none of its parameter groups has this parameter"
+            yield Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}"), _UNGROUPED)

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from transaxle.arguments import read_flag, read_options, read_patterns, read_source
-from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.notation.family import Sizes
 from transaxle.encodings.encoding import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -35,6 +34,7 @@ from transaxle.engine.wording import plural
 from transaxle.errors import Code, Refusal, TransaxleError, gathered
 from transaxle.live.load import load
 from transaxle.live.model.destination import LoadReport
+from transaxle.live.model.source_view import names_ahead, without_tensors
 from transaxle.live.source_check import SourceCheck
 from transaxle.live.transport.world import World
 from transaxle.options import OPENING, OPTIONS
@@ -197,18 +197,14 @@ def _open(extra: object, model_config: Any, served: str) -> Checkpoint:
     except TransaxleError as error:
         if options.path is not None or is_other:
             raise
-        raise gathered(replace(each, hint=f"{each.hint} {_SOURCE}".strip()) for each in error.refusals) from None
+        raise gathered(
+            replace(refusal, hint=f"{refusal.hint} {_SOURCE}".strip()) for refusal in error.refusals
+        ) from None
     model = without_training(checkpoint)
     if is_other or not options.ignore:
         return model
     ignored = frozenset(select_names(model, options.ignore, (), "tensor"))
-    return _without(model, ignored)
-
-
-def _without(checkpoint: Checkpoint, stored_names: frozenset[str]) -> Checkpoint:
-    """Return a checkpoint without some of its stored tensors."""
-    container = checkpoint.container.without(stored_names)
-    return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
+    return without_tensors(model, ignored)
 
 
 def _for_worker(
@@ -231,24 +227,10 @@ def _for_worker(
         ]  # fmt: skip
         if problems:
             raise gathered(problems)
-    if ahead := _names_ahead(checkpoint):
+    if ahead := names_ahead(checkpoint):
         _LOG.info("%s predict further tokens, and are not read: vLLM does so too", plural(len(ahead), "tensor"))
-        checkpoint = _without(checkpoint, ahead)
+        checkpoint = without_tensors(checkpoint, ahead)
     return size_for_ranks(checkpoint, tp=ranks.tp, ep=ranks.ep)
-
-
-def _names_ahead(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the stored names of tensors in layers that predict further tokens."""
-    tables = Model(checkpoint.reading.family, checkpoint.sizes)
-    names = set()
-    for (line, _), by_position in checkpoint.bound.names.items():
-        components = line.expression.components
-        for position, name in by_position.items():
-            at = line.name.index_at(position)
-            indices = {each: tuple(at.get(axis, -1) for axis in tables.axes_of(each)) for each in components}
-            if components and all(tables.is_ahead(each, index) for each, index in indices.items()):
-                names.add(name)
-    return frozenset(names)
 
 
 def _fill(worker: WorkerParameters, source: Checkpoint, code: str, world: World, *, check_source: bool) -> LoadReport:

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertForMaskedLM,
+    BertModel,
+    GenerationConfig,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
 
 import transaxle as tx
 from tests.formats.refusals import refuses
 from tests.live.ranks import run
 from tests.live.topologies import LLAMA, MOE, full, shard, source
+from tests.oracles.hub import WEIGHTS
 from tests.oracles.quiet import quiet
+from transaxle.derivation.transformers_models import Peer, variants
+from transaxle.encodings.encoding import CASTS
+from transaxle.torch_tensors import torch_dtype
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -99,3 +117,128 @@ def test_a_divided_model_becomes_a_complete_folder(hub: Path, tmp_path: Path, ho
     config, expected = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "theirs"))
     assert {key: value for key, value in config.items() if expected.get(key) != value} == {}
     assert tx.verify(tmp_path / "out").ok
+
+
+def _random(model: Any, dtype: torch.dtype) -> Any:
+    """A model whose parameters and saved buffers are random, in one dtype."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape) - 0.5)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), [("deepseek_v3", "bf16"), ("glm4_moe", "bf16"), ("t5", "fp16")])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_transformers_keeps_in_float32_stays_so(
+    tmp_path: Path, model_type: str, dtype: str, stored: torch.dtype
+) -> None:
+    """The bias of a router in bfloat16 would choose other experts."""
+    small = next(variants(Peer(), model_type, numbers=(0,)))[0]
+    with quiet():
+        _random(type(small)(small.config), stored).save_pretrained(tmp_path / "hub")
+        own = type(small).from_pretrained(tmp_path / "hub", dtype=torch_dtype(CASTS[dtype]))
+    expected, model = own.state_dict(), tx.from_pretrained(type(small), tmp_path / "hub", dtype=dtype)
+    assert {tensor.dtype for tensor in expected.values()} == {torch_dtype(CASTS[dtype]), torch.float32}
+    assert model.state_dict().keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**MOE, "model_type": "glm4_moe", "first_k_dense_replace": 1, "n_routed_experts": 6, "n_shared_experts": 1,
+              "num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1, "max_position_embeddings": 64}  # fmt: skip
+    plan = tx.supports(config, "hf").plan
+    assert plan is not None
+    tensors = {tensor.name: torch.rand(tensor.shape).bfloat16() for tensor in plan.tensors}
+    ahead = [name for name in tensors if name.startswith(f"model.layers.{LLAMA['num_hidden_layers']}.")]
+    assert len(ahead) > 5
+    (tmp_path / "hub").mkdir()
+    save_file(tensors, tmp_path / "hub" / WEIGHTS, {"format": "pt"})
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    model = tx.from_pretrained(AutoModelForCausalLM, tmp_path / "hub")
+    assert f"{len(ahead)} tensors of" in caplog.text
+    assert "predict further tokens, and are left out" in caplog.text
+    assert torch.equal(_logits(model), _logits(_own(tmp_path / "hub")))
+
+
+def test_classes_that_do_not_fit_are_refused(hub: Path, tmp_path: Path) -> None:
+    for kind, text in ((GPT2LMHeadModel, "the class is for gpt2"), (Qwen2ForCausalLM, "the class is for qwen2")):
+        with refuses("UNSUPPORTED", text, exit_code=3, hint="tx.load(model, src)"):
+            tx.from_pretrained(kind, hub)
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.from_pretrained(AutoModelForSequenceClassification, hub)
+    refusals = {(refusal.code, refusal.where.tensor) for refusal in caught.value.refusals}
+    assert refusals == {("MISSING_TENSOR", "score.weight"), ("UNEXPECTED_TENSOR", "lm_head.weight")}
+    assert len(caught.value.refusals) == len(refusals)
+    for wrong in (_own(hub), torch.nn.Linear, "AutoModelForCausalLM"):
+        with pytest.raises(TypeError, match="model_class must be a class of models of transformers"):
+            tx.from_pretrained(wrong, hub)
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would ask for permission, and wait for the answer on one rank."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
+    folder = Path(source(tmp_path / "hub", LLAMA))
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code}))
+    assert type(tx.from_pretrained(AutoModelForCausalLM, folder)) is LlamaForCausalLM
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code, "model_type": "x"}))
+    with refuses("UNSUPPORTED", "transformers has no model type 'x'", exit_code=3):
+        tx.from_pretrained(AutoModelForCausalLM, folder)
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat17"}))
+    with refuses("UNSUPPORTED", "got 'bfloat17'", exit_code=3, hint="Give dtype="):
+        tx.from_pretrained(AutoModelForCausalLM, folder)
+
+
+def test_a_model_knows_its_checkpoint_and_its_attention(hub: Path) -> None:
+    """peft writes the name into adapters; it was that of a folder which no longer exists."""
+    model = tx.from_pretrained(AutoModelForCausalLM, hub, attn_implementation="eager")
+    assert (model.name_or_path, model.config._name_or_path) == (str(hub), str(hub))
+    assert model.config._attn_implementation == "eager"
+    config = AutoConfig.from_pretrained(hub, attn_implementation="eager")
+    again = tx.from_pretrained(AutoModelForCausalLM, hub, config=config)
+    assert again.config._attn_implementation == "eager"
+    assert torch.equal(_logits(again), _logits(_own(hub, attn_implementation="eager")))
+    for dtype in ("bf16", "fp16", "fp32"):
+        with tx.open(hub, dtype=dtype) as cast:
+            assert tx.from_pretrained(AutoModelForCausalLM, cast).dtype == torch_dtype(CASTS[dtype])
+
+
+SMALL_BERT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, BertForMaskedLM, BertModel])
+def test_models_that_do_not_generate_are_saved_too(tmp_path: Path, kind: Any) -> None:
+    config = kind.config_class(**{**LLAMA, **(SMALL_BERT if "Bert" in kind.__name__ else {})})
+    model = _random(kind(config), torch.bfloat16)
+    tx.save_pretrained(model, tmp_path / "ours", tokenizer=_tokenizer())
+    model.save_pretrained(tmp_path / "theirs")
+    _tokenizer().save_pretrained(tmp_path / "theirs")
+    ours, theirs = ({path.name for path in (tmp_path / side).iterdir()} for side in ("ours", "theirs"))
+    assert ours - {"transaxle.json"} == theirs
+    saved, expected = (load_file(tmp_path / side / WEIGHTS) for side in ("ours", "theirs"))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+    with quiet():
+        again = kind.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer or processor"):
+        tx.save_pretrained(model, tmp_path / "path", tokenizer="theirs")
+
+
+def test_code_of_a_model_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.json names the code, so a folder without it could not be loaded."""
+    (tmp_path / "modeling_mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass Mine(LlamaForCausalLM):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = import_module("modeling_mine").Mine
+    kind.register_for_auto_class("AutoModelForCausalLM")
+    tx.save_pretrained(kind(LlamaForCausalLM.config_class(**LLAMA)), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"] == {
+        "AutoModelForCausalLM": "modeling_mine.Mine"
+    }
+    assert (tmp_path / "out" / "modeling_mine.py").read_bytes() == (tmp_path / "modeling_mine.py").read_bytes()

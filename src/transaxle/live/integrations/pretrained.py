@@ -10,8 +10,10 @@ only files of its own, and leaves what they lack at random values.
 from __future__ import annotations
 
 import json
+import logging
+import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,26 +29,29 @@ from transaxle.arguments import (
     DType,
     Overwrite,
     PathLike,
+    read_optional_text,
     read_path,
     read_source,
     read_text,
     suggests,
     wrong_type,
 )
+from transaxle.encodings.conventions.rewriting import without_quantization
 from transaxle.encodings.encoding import CASTS
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
-from transaxle.errors import refuse
+from transaxle.engine.wording import plural
+from transaxle.errors import LACKING, Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.storage.storage import parse_json
 from transaxle.live.load import load
 from transaxle.live.load_plan import open_source
-from transaxle.live.model.destination import SaveReport
+from transaxle.live.model.destination import OWN, SaveReport
+from transaxle.live.model.source_view import names_ahead, without_tensors
 from transaxle.live.save import collect, read_settings, write_checkpoint
 from transaxle.live.transport.world import Clock, World
 from transaxle.torch_tensors import (
     Device,
     Ranks,
-    code_of,
     innermost,
     read_device,
     read_dtype,
@@ -54,8 +59,13 @@ from transaxle.torch_tensors import (
     torch_dtype,
 )
 
+_LOG = logging.getLogger("transaxle")
 GENERATION = "generation_config.json"
-_QUANTIZATION = "quantization_config"
+_NO_CONFIG = "Give config=, such as config.json. An adapter is merged into its base: tx.open(BASE, merge=ADAPTER)."
+_UNLIKE = frozenset({*LACKING, "UNEXPECTED_TENSOR", "UNKNOWN_FAMILY", "AMBIGUOUS"})
+"""Codes of a load that report different tensors in model and checkpoint, or names that no table has for both."""
+_BUILD = "Build the model yourself, and call tx.load(model, src)."
+_OTHER_CLASS = "Choose the class that has these tensors, or build the model and call tx.load(model, src, strict=False)."
 
 
 @suggests
@@ -70,35 +80,41 @@ def from_pretrained(
     parallelize: Callable[[Any], object] | None = None,
     device: Device | None = None,
     check_source: bool = True,
+    attn_implementation: str | None = None,
 ) -> Any:
     """Return a model of transformers with the weights of any checkpoint, ready to compute; all ranks must call this.
 
     Every parameter is filled from the checkpoint, and every tensor of the checkpoint has a parameter, or nothing is
-    returned.
+    returned. Layers that predict further tokens (MTP) are left out with a warning in the log, because models of
+    transformers have none. Parameters that transformers keeps in float32 are kept so. No code of a checkpoint is run.
 
     Args:
         model_class: a class of models, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
         src: path or URL of a checkpoint of any format and dialect, or an open checkpoint, such as one that is decoded.
         config: the model's config: a path, a mapping or an object with `to_dict()`; None means the checkpoint's. Pass
             it to `open` instead, if the checkpoint is already open.
-        dtype: dtype of the model's parameters, to which stored values are cast; None means that of decoded tensors, of
-            the config, or of most stored tensors.
+        dtype: dtype of the model's parameters, to which stored values are cast; None means that of cast or decoded
+            tensors of an open checkpoint, of the config, or of most stored tensors.
         tp_plan: tensor parallelism as transformers does it: `auto`, or pattern of a module -> style.
         device_mesh: mesh of one dim with all ranks, for `tp_plan`, which is `auto` if it is None.
         parallelize: function that divides the model before it has memory, such as calls of `fully_shard`.
         device: device of parameters that `parallelize` does not place; None means the current GPU, or the CPU.
         check_source: whether to compare what is read with the checkpoint's own hashes and checksums, as for `load`.
+        attn_implementation: name of transformers' attention, such as `eager`; None means that of `config`, if it is an
+            object, or transformers' choice.
 
     Raises:
         TypeError: if an argument has the wrong type.
-        TransaxleError: raised on every rank: if there is no config, if tensors are quantized and not decoded, or if
-            the checkpoint does not fill the model.
+        TransaxleError: raised on every rank: if there is no config, if transformers cannot build the model from it, if
+            tensors are quantized and not decoded, or if the checkpoint does not fill the model.
     """
     world = World()
     with world.together():
         source = src if isinstance(src, Checkpoint) else read_source("src", src)
         own_config, place = model_config(config), read_device("device", device)
         own_dtype = read_optional_dtype("dtype", dtype)
+        attention = read_optional_text("attn_implementation", attn_implementation, "eager")
+        attention = attention or getattr(config, "_attn_implementation", None)
         if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
             raise wrong_type("device_mesh", "a DeviceMesh of one dim", device_mesh)
     with open_source(source, world, {"config": own_config}) as checkpoint:
@@ -106,32 +122,57 @@ def from_pretrained(
             settings = own_config if own_config is not None else checkpoint.config
             if not settings.get("model_type"):
                 message = "the checkpoint has no config that names the type of the model"
-                raise refuse("UNKNOWN_FAMILY", message, file=checkpoint.path, hint="Give config=, such as config.json.")
+                raise refuse("UNKNOWN_FAMILY", message, file=checkpoint.path, hint=_NO_CONFIG)
             if checkpoint.encoded:
                 message = f"{len(checkpoint.encoded):,} of its tensors are quantized"
                 raise refuse(
                     "UNSUPPORTED", message, file=checkpoint.path, hint='Decode them: tx.open(path, decode="bf16").'
                 )
-            model = _build(model_class, settings, own_dtype or _dtype_of(checkpoint, settings))
+            stored_dtype = own_dtype or _dtype_of(checkpoint, settings)
+            model = _build(model_class, settings, stored_dtype, attention, checkpoint.path)
         if tp_plan is not None or device_mesh is not None:
             _apply_plan(model, tp_plan, device_mesh, world)
         if parallelize is not None:
             parallelize(model)
-        code = code_of(next(model.parameters()).dtype)
-        dtype_of_model = next((key for key, cast in CASTS.items() if cast == code), None)
-        load(model, checkpoint, device=place, dtype=dtype_of_model, check_source=check_source)
+        try:
+            load(model, _without_ahead(checkpoint, world), device=place, dtype=OWN, check_source=check_source)
+        except TransaxleError as error:
+            raise gathered(_in_own_words(error.refusals)) from None
         storage = checkpoint.container.storage
         if GENERATION in checkpoint.container.carried and hasattr(model, "generation_config"):
             _set_generation(model, storage.read(GENERATION, 0, storage.size(GENERATION)))
     return model.eval()
 
 
+def _without_ahead(checkpoint: Checkpoint, world: World) -> Checkpoint:
+    """Return a checkpoint without layers that predict further tokens; all ranks must call this function."""
+    with world.together():
+        names = names_ahead(checkpoint)
+    if not names:
+        return checkpoint
+    if world.rank == world.ranks[0]:
+        _LOG.warning("%s of %s predict further tokens, and are left out", plural(len(names), "tensor"), checkpoint.path)
+    return without_tensors(checkpoint, names)
+
+
+def _in_own_words(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
+    """Yield the refusals of a load, one for each tensor and code, with advice for `from_pretrained`."""
+    first = {(refusal.code, refusal.where): refusal for refusal in reversed([*refusals])}
+    for refusal in reversed(first.values()):
+        yield replace(refusal, hint=_OTHER_CLASS if refusal.code in _UNLIKE else refusal.hint)
+
+
 def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of decoded tensors, of the config, or of most stored tensors."""
+    """Return the dtype of cast or decoded tensors, of the config, or of most stored tensors."""
+    if checkpoint.container.recoding.dtype is not None:
+        return torch_dtype(checkpoint.container.recoding.dtype)
     names = [name for name in checkpoint.decoded if name in checkpoint] or [*checkpoint]
     stated = settings.get("dtype") or settings.get("torch_dtype")
     if stated is not None and not checkpoint.decoded:
-        return read_dtype("dtype", stated)
+        try:
+            return read_dtype("dtype", stated)
+        except (TypeError, ValueError) as error:
+            raise refuse("UNSUPPORTED", f"config.json: {error}", hint='Give dtype="bf16" or another.') from None
     elements: dict[str, int] = {}
     for tensor in map(checkpoint.__getitem__, names):
         if tensor.dtype in CASTS.values():
@@ -139,19 +180,55 @@ def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtyp
     return torch_dtype(max(elements, key=lambda code: elements[code])) if elements else torch.float32
 
 
-def _build(model_class: Any, settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Return a model on the meta device."""
-    from transformers import AutoConfig
+def _build(model_class: Any, settings: Mapping[str, Any], dtype: torch.dtype, attention: str | None, path: str) -> Any:
+    """Return a model on the meta device.
 
-    build = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
-    if build is None:
+    Args:
+        model_class: class of models, or a class that chooses one, such as `AutoModelForCausalLM`.
+        settings: the content of config.json.
+        dtype: dtype of the parameters that have no dtype of their own.
+        attention: name of transformers' attention; None means transformers' choice.
+        path: path of the checkpoint, which the model gets as its name.
+
+    Raises:
+        TypeError: if the class does not belong to models of transformers.
+        Refused: with the code UNSUPPORTED if transformers cannot build the model without code of the checkpoint.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    chooses, is_class = hasattr(model_class, "from_config"), isinstance(model_class, type)
+    if not is_class or not (chooses or hasattr(model_class, "_from_config")):
         raise wrong_type("model_class", "a class of models of transformers, such as AutoModelForCausalLM", model_class)
-    with tempfile.TemporaryDirectory(prefix="transaxle-config-") as folder:
-        plain = {name: value for name, value in settings.items() if name != _QUANTIZATION}
-        Path(folder, CONFIG).write_text(json.dumps(plain), "utf-8")
-        config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        return build(config, dtype=dtype)
+    kind = settings["model_type"]
+    if kind not in CONFIG_MAPPING:
+        message = f"transformers has no model type {kind!r}, and code of a checkpoint is not run"
+        raise refuse("UNSUPPORTED", message, file=path, hint=_BUILD)
+    try:
+        with tempfile.TemporaryDirectory(prefix="transaxle-config-") as folder:
+            Path(folder, CONFIG).write_text(json.dumps(without_quantization(settings)), "utf-8")
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.name_or_path = path
+        own_config = getattr(model_class, "config_class", None)
+        if own_config is not None and not isinstance(config, own_config):
+            raise TypeError(f"the class is for {own_config.model_type}")
+        build = partial(model_class.from_config, trust_remote_code=False) if chooses else model_class._from_config
+        with torch.device("meta"):
+            model = build(config, dtype=dtype, **({} if attention is None else {"attn_implementation": attention}))
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        message = f"transformers builds no {model_class.__name__} from a config of {kind}: {reason}"
+        raise refuse("UNSUPPORTED", message, file=path, hint=_BUILD) from error
+    _keep_in_float32(model, dtype)
+    return model
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Give tensors of a model on the meta device the dtype that transformers' own loading gives them."""
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    in_float32 = re.compile("|".join(patterns))
+    for name, tensor in model.state_dict(keep_vars=True).items() if patterns else ():
+        if tensor.is_floating_point() and in_float32.search(name):
+            tensor.data = tensor.data.float()
 
 
 def _apply_plan(model: Any, plan: Mapping[str, str] | str | None, mesh: DeviceMesh | None, world: World) -> None:
@@ -211,29 +288,37 @@ def save_pretrained(
     read_text("to", to, "safetensors:hf")
     own_config, world, clock = model_config(config), World(group), Clock()
     inner = innermost(model)
-    if not hasattr(inner, "config") or not hasattr(inner, "generation_config"):
+    if not hasattr(getattr(inner, "config", None), "to_json_string"):
         raise wrong_type("model", "a model of transformers", model)
-    files = world.pool(lambda: _files_of(inner, tokenizer) if world.rank == world.ranks[0] else {})[0]
-    written_config = own_config if own_config is not None else _config_of(inner)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise wrong_type("tokenizer", "a tokenizer or processor of transformers", tokenizer)
+    leads = world.rank == world.ranks[0]
+    files, config_of_model = world.pool(lambda: _files_of(inner, tokenizer) if leads else ({}, {}))[0]
+    written_config = own_config if own_config is not None else config_of_model
     settings_of = partial(read_settings, target, to, overwrite=overwrite, config=written_config)
     with clock.stage("plan"):
         settings, collected = collect(settings_of, model, None, None, world)
     return write_checkpoint(settings, replace(collected, files={**collected.files, **files}), world, clock)
 
 
-def _files_of(model: Any, tokenizer: Any) -> dict[str, bytes]:
-    """Return file name -> content, for the files beside config and weights."""
+def _files_of(model: Any, tokenizer: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return file name -> content, for the files beside config and weights, and the model's config."""
     with tempfile.TemporaryDirectory(prefix="transaxle-files-") as place:
         folder = Path(place)
-        if model.generation_config is not None:
+        if model._auto_class is not None:
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(model, folder, config=model.config)
+        if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        return {
+        files = {
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+    return files, _config_of(model)
 
 
 def _config_of(model: Any) -> dict[str, Any]:

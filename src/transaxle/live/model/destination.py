@@ -259,11 +259,17 @@ class Conversion:
     """
 
 
+OWN = "own"
+"""Value of the argument `dtype`: each parameter takes values of other dtypes, cast to its own."""
+
+
 def may_become(stored: str, target: str, allowed: str | None) -> bool:
     """Return whether a load may change a stored dtype to the model's dtype; `allowed` is the argument `dtype`, or
     `decode` for an encoded tensor.
     """
-    return allowed is not None and stored in PLAIN and CASTS[allowed] == target
+    if allowed is None or stored not in PLAIN:
+        return False
+    return target in CASTS.values() if allowed == OWN else CASTS[allowed] == target
 
 
 def check_dtype(dtype: str) -> None:
@@ -272,8 +278,8 @@ def check_dtype(dtype: str) -> None:
     Raises:
         Refused: with code UNSUPPORTED, if `dtype` is not one of the allowed values.
     """
-    if dtype not in CASTS:
-        choices = ", ".join(f'dtype="{one}"' for one in CASTS)
+    if dtype not in {*CASTS, OWN}:
+        choices = ", ".join(f'dtype="{choice}"' for choice in (*CASTS, OWN))
         raise refuse("UNSUPPORTED", f"parameters cannot be cast to dtype={dtype!r}", hint=f"Give {choices}.")
 
 

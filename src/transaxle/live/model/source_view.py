@@ -20,6 +20,7 @@ from math import prod
 import msgspec
 
 from transaxle.axes.layout.bind import WEIGHT, BoundNames, bind, join_slot, split_slot
+from transaxle.axes.layout.model_tensors import Model
 from transaxle.axes.layout.relayout import Shape
 from transaxle.axes.notation.family import Dialect, Line
 from transaxle.axes.notation.name import own_names, skeleton
@@ -110,6 +111,28 @@ def change_form(checkpoint: Checkpoint, stems: Sequence[Regrouping]) -> Checkpoi
     if problems:
         raise gathered(problems)
     return restacked.view_as(WANTED).with_checks(checks)
+
+
+def without_tensors(checkpoint: Checkpoint, stored_names: AbstractSet[str]) -> Checkpoint:
+    """Return a checkpoint without some of its stored tensors."""
+    container = checkpoint.container.without(stored_names)
+    return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
+
+
+def names_ahead(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the stored names of tensors in layers that predict further tokens (MTP); empty for unknown families."""
+    if checkpoint.family is None:
+        return frozenset()
+    tables = Model(checkpoint.reading.family, checkpoint.sizes)
+    names = set()
+    for (line, _), by_position in checkpoint.bound.names.items():
+        components = line.expression.components
+        for position, name in by_position.items():
+            at = line.name.index_at(position)
+            indices = {part: tuple(at.get(axis, -1) for axis in tables.axes_of(part)) for part in components}
+            if components and all(tables.is_ahead(part, index) for part, index in indices.items()):
+                names.add(name)
+    return frozenset(names)
 
 
 class _TableNames(StoredNames):
