@@ -161,6 +161,17 @@ def test_ranks_compare_what_they_have_read_together(
         assert refusals == {f"CORRUPT {name}"}
 
 
+def _disagree(rank: int, world: int, source: str) -> str:
+    del world
+    with pytest.raises(CheckpointException) as caught:
+        load(empty_state(), storage_reader=tx.dcp.Reader(source, "transformers", check_source=rank == 0))
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_are_refused(hub_folder: Path) -> None:
+    assert all("check_source: rank 1 reads" in error for error in run(2, _disagree, str(hub_folder)))
+
+
 def test_a_part_of_a_tensor_is_not_compared_and_the_report_names_it(tmp_path: Path) -> None:
     whole = {name: torch.randn(64, 16) for name in ("a", "b")}
     tx.save(whole, tmp_path / "source", to="safetensors:identity")

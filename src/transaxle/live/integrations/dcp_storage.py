@@ -196,7 +196,8 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add to the plan what this rank has opened, for `prepare_global_plan`."""
-        return replace(plan, storage_data=identify_opening(self._open()))
+        path, identity, options = identify_opening(self._open())
+        return replace(plan, storage_data=(path, identity, {**options, "check_source": str(self._check_source)}))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks have opened the same checkpoint with the same options, and ask for all of the model.
