@@ -49,8 +49,12 @@ LOOPBACK = "127.0.0.1"
 """Address on which the server listens unless another is given."""
 MAIN = "main"
 """Name of the repository's only branch."""
-_MOST_CONNECTIONS = 64
-"""Number of connections that are open at the same time; further ones are closed at once."""
+_MOST_CONNECTIONS = 512
+"""Number of connections that are served at the same time; `hf download` opens eight or more."""
+_MOST_REFUSED = 128
+"""Number of further connections whose requests get the status 503, upon which clients of the hub try again; others are
+closed at once.
+"""
 _SECONDS = 60
 """Seconds after which a connection is closed on which nothing arrives, or nothing is taken."""
 _LARGEST_BODY = 1 << 20
@@ -103,6 +107,10 @@ def _problem(status: int, message: str, code: str = "", headers: Mapping[str, st
     """Return an error response with the headers by which clients of the hub tell errors apart."""
     shown = {"X-Error-Message": _NO_HEADER.sub(" ", message)[:1000], **({"X-Error-Code": code} if code else {})}
     return _json({"error": message}, status, {**shown, **(headers or {})})
+
+
+def _unanswered() -> Response:
+    return _problem(404, "this request is not among those that the server answers")
 
 
 class Repository:
@@ -170,10 +178,12 @@ class Repository:
                 return self._no_repository()
             return self._api(segments[2 + count :], query, body)
         if segments[0] == _OBJECTS and segments[1:2] == [self.commit]:
-            return self._file("/".join(segments[2:]), headers)
-        if segments[:count] == name and segments[count : count + 1] == ["resolve"] and len(segments) > count + 2:
-            return self._resolve(segments[count + 1], "/".join(segments[count + 2 :]), headers)
-        return self._no_repository()
+            return self._file(method, "/".join(segments[2:]), headers)
+        if segments[:count] != name:
+            return self._no_repository()
+        if segments[count : count + 1] == ["resolve"] and len(segments) > count + 2:
+            return self._resolve(method, segments[count + 1], "/".join(segments[count + 2 :]), headers)
+        return _unanswered()
 
     def _no_repository(self) -> Response:
         return _problem(404, f"the only repository here is the model {self.name}", "RepoNotFound")
@@ -193,7 +203,7 @@ class Repository:
             branch = {"name": MAIN, "ref": f"refs/heads/{MAIN}", "targetCommit": self.commit}
             return _json({"branches": [branch], "converts": [], "tags": [], "pullRequests": []})
         if kind not in {"revision", "tree", "paths-info"} or (folder and kind != "tree"):
-            return _problem(404, "this request is not among those that the server answers")
+            return _unanswered()
         if revision not in {MAIN, self.commit}:
             return self._no_revision(revision)
         if kind == "revision":
@@ -244,7 +254,7 @@ class Repository:
         entries = {entry["path"]: entry for listed in self._folders.values() for entry in listed}
         return _json([entries[path] for path in paths if isinstance(path, str) and path in entries])
 
-    def _resolve(self, revision: str, path: str, headers: Headers) -> Response:
+    def _resolve(self, method: str, revision: str, path: str, headers: Headers) -> Response:
         """Answer a request for a file; files with tensors are behind a redirect, as large files of the hub are."""
         if revision not in {MAIN, self.commit}:
             return self._no_revision(revision)
@@ -252,7 +262,7 @@ class Repository:
         if file is None:
             return self._no_file(path)
         if not file.has_tensors:
-            return self._file(path, headers)
+            return self._file(method, path, headers)
         address = quote(f"/{_OBJECTS}/{self.commit}/{path}")
         return Response(302, b"", {**self._headers_of(file), "Location": address})
 
@@ -266,20 +276,20 @@ class Repository:
             _LINKED_SIZE: str(file.size),
         }
 
-    def _file(self, path: str, request: Headers) -> Response:
-        """Answer with a file, or with the range of it that is requested."""
+    def _file(self, method: str, path: str, request: Headers) -> Response:
+        """Answer with a file, or with the range of it that is requested; only GET has ranges."""
         file = self._files.files.get(path)
         if file is None:
             return self._no_file(path)
         headers = self._headers_of(file)
         name = quote(path.rpartition("/")[2])
         headers |= {**_BINARY, "Content-Disposition": f"inline; filename*=UTF-8''{name}"}
-        if headers["ETag"] in _tags(request.get("If-None-Match", "")):
+        if not {headers["ETag"], "*"}.isdisjoint(_tags(request.get("If-None-Match", ""))):
             return Response(304, b"", headers)
         if request.get("If-Match", "*") != "*" and headers["ETag"] not in _tags(request["If-Match"]):
             return _problem(412, f"{path} has the ETag {headers['ETag']}", headers={"ETag": headers["ETag"]})
         span: tuple[int, int] | None = None
-        if request.get("If-Range", headers["ETag"]) == headers["ETag"]:
+        if method == "GET" and request.get("If-Range", headers["ETag"]) == headers["ETag"]:
             span = parse_range(request.get("Range", ""), file.size)
         if span is None:
             return Response(200, b"", headers, path, (0, file.size))
@@ -402,7 +412,7 @@ class _Handler(BaseHTTPRequestHandler):
         return unquote(urlsplit(self.path).path)[:_LONGEST_SHOWN].replace(commit, commit[:8])
 
     def _response(self) -> Response:
-        refusal = self.server.refusal(self.headers)
+        refusal = self.server.refusal(self.headers, self.connection)
         try:
             length = int(self.headers.get("Content-Length", "0"))
         except ValueError:
@@ -449,11 +459,15 @@ class _Server(ThreadingHTTPServer):
         self.repository, self.log = repository, log
         self._token, self._on_loopback = token, is_loopback(address[0])
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._excess = set[socket.socket]()
+        """Connections beyond those that are served at the same time."""
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
-    def refusal(self, headers: Headers) -> Response | None:
+    def refusal(self, headers: Headers, connection: socket.socket) -> Response | None:
         """Return the response to a request that may not read anything; None if it may."""
+        if connection in self._excess:
+            return _problem(503, f"{_MOST_CONNECTIONS} connections are open; try again", headers={"Retry-After": "1"})
         if self._on_loopback and not _names_loopback(headers.get("Host", "")):
             return _problem(403, "the header Host must be the address of the loopback")
         if not self._token:
@@ -466,12 +480,15 @@ class _Server(ThreadingHTTPServer):
         return _problem(401, message, headers={"WWW-Authenticate": "Bearer"})
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, or close it if there are too many."""
+        """Start a thread for a connection, or close it if there are far too many."""
         thread = threading.Thread(target=self._run, args=(request, client_address), daemon=True)
         with self._lock:
-            accepted = len(self._connections) < _MOST_CONNECTIONS
+            count = len(self._connections)
+            accepted = count < _MOST_CONNECTIONS + _MOST_REFUSED
             if accepted:
                 self._connections[request] = thread
+            if accepted and count - len(self._excess) >= _MOST_CONNECTIONS:
+                self._excess.add(request)
         if accepted:
             thread.start()
         else:
@@ -483,6 +500,7 @@ class _Server(ThreadingHTTPServer):
         finally:
             with self._lock:
                 self._connections.pop(request, None)
+                self._excess.discard(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         """Report an error that no response could be made of; a client that has gone is none."""

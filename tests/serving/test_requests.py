@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -22,6 +22,7 @@ import transaxle as tx
 from tests.checkpoints import INDEX, WHOLE, tiny
 from tests.cli.running import USAGE
 from tests.formats.hub_server import files_of
+from transaxle import serving
 from transaxle.errors import TransaxleError
 from transaxle.formats.registry import MANIFEST
 from transaxle.serving import HubServer, is_loopback, parse_range, repository_name
@@ -118,6 +119,10 @@ def test_ranges(hub: HubServer, written: dict[str, bytes]) -> None:
     assert follow(hub, shard, Range="bytes=1-2", If_Range=tag).body == data[1:3]
     assert follow(hub, shard, Range="bytes=1-2", If_Range='"another"').body == data
     assert follow(hub, shard, If_None_Match=f'"x", W/{tag}').status == 304
+    assert follow(hub, shard, If_None_Match="*").status == 304
+    address = Reply(hub, f"/{NAME}/resolve/main/{shard}").headers["Location"]
+    head = Reply(hub, address, "HEAD", {"Range": "bytes=0-3"})
+    assert (head.status, head.headers["Content-Length"]) == (200, str(size)), "only GET has ranges"
     assert follow(hub, shard, If_Match='"another"').status == 412
     assert follow(hub, shard, If_Match=tag).body == data
 
@@ -351,3 +356,40 @@ def test_closing_ends_connections_and_frees_the_port(source: Path) -> None:
 def test_index_of_shards_is_small(hub: HubServer) -> None:
     """It is not behind the redirect of large files."""
     assert Reply(hub, f"/{NAME}/resolve/main/{INDEX}").status == 200
+
+
+def _held(hub: HubServer) -> http.client.HTTPConnection:
+    """A connection that stays open after a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(hub.url).port or 0, timeout=30)
+    connection.request("GET", f"/{NAME}/resolve/main/config.json")
+    connection.getresponse().read()
+    return connection
+
+
+def test_many_clients_are_served_at_once(hub: HubServer, written: dict[str, bytes]) -> None:
+    """Twelve runs of `hf download` have a hundred connections; a third of them failed."""
+    connections = [_held(hub) for _ in range(150)]
+    for connection in connections:
+        with closing(connection):
+            connection.request("GET", f"/{NAME}/resolve/main/config.json")
+            assert connection.getresponse().read() == written["config.json"]
+
+
+def test_too_many_clients_are_told_to_try_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(serving, "_MOST_REFUSED", 1)
+    with tx.serve(source, "hf", name=NAME) as hub, ExitStack() as stack:
+        served = [stack.enter_context(closing(_held(hub))) for _ in range(2)]
+        reply = Reply(hub, f"/{NAME}/resolve/main/config.json")
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
+        waiting = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(hub.url).port or 0), 30))
+        deadline = time.monotonic() + 30
+        with suppress(ConnectionError, http.client.RemoteDisconnected):
+            while Reply(hub, "/").status == 503 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            pytest.fail("a connection beyond those that are refused stays open")
+        waiting.close()
+        served[0].close()
+        while Reply(hub, "/").status != 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert Reply(hub, "/").status == 200
