@@ -67,7 +67,6 @@ from transaxle.live.model.quantized_model import to_hub_convention
 from transaxle.live.model.state_tensors import State, common_config, leaves, unsavable
 from transaxle.live.optimizer_state import all_groups, as_tensor, by_name, groups_of, names_without_optimizer, states_of
 from transaxle.live.optimizers import AnyOptimizer
-from transaxle.live.transport import wire
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World, comparable, is_loss
 from transaxle.move.journal import FinishedTensor, HashingFiles, digest, digest_in
@@ -758,9 +757,6 @@ def _read_back(target: str, world: World) -> Verification:
         Refused: raised on every rank with code CORRUPT, if a byte differs from the byte that was written.
     """
     from transaxle.engine.read_back import check_saved
-    from transaxle.engine.verification import Verification
-
-    wire.tellable(Verification)
 
     def read() -> Verification | None:
         return check_saved(target) if world.rank == world.ranks[0] else None

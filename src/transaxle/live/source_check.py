@@ -26,7 +26,7 @@ from transaxle.formats.storage.storage import Storage, layer, lowest
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 
-wire.tellable(BytesRead, Checksum, Tally)
+wire.tellable(BytesRead)
 
 
 class SourceCheck:

@@ -21,8 +21,6 @@ import msgspec
 import torch.distributed as dist
 
 from transaxle.arguments import read_number_of_job
-from transaxle.encodings.encoding import Error
-from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
 from transaxle.engine.carry import Report
 from transaxle.engine.distribute.driver import (
     Watch,
@@ -39,9 +37,7 @@ from transaxle.engine.distribute.driver import (
 from transaxle.engine.distribute.item_work import close_plan, do_item, lend_source
 from transaxle.engine.distribute.work_plan import ConversionOrder, WorkPlan
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.engine.verification import Verification
 from transaxle.errors import refuse
-from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
 from transaxle.move.journal import ItemResult, parse_result
 from transaxle.move.workers import Progress, no_progress
@@ -51,8 +47,6 @@ if TYPE_CHECKING:
 
 
 _START = "Start the job like this:  torchrun --nproc-per-node 4 -m transaxle convert … --on torchrun."
-# the first rank sends its report to all other ranks
-wire.tellable(Report, MeasuredTensor, RecodedTensor, Error, Verification)
 _PATIENCE = timedelta(days=1)
 """Timeout of a rank that waits for other ranks; if a rank is lost, the wait ends immediately."""
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -236,6 +237,15 @@ def test_every_field_of_a_record_can_be_encoded() -> None:
             assert not lacking, f"{kind.__qualname__}.{name}"
             tried += 1
     assert tried > 80
+
+
+def test_records_do_not_depend_on_what_else_is_imported() -> None:
+    """A program may import one part only; records from below `live` are registered by the encoding itself."""
+    code = "from transaxle.live.transport import wire; print(*wire.RECORDS)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    live = tuple(f"transaxle.{room}." for room in ("live", "refit", "parallel", "axes", "torch_tensors"))
+    assert {name for name in wire.RECORDS if not name.startswith(live)} <= {*printed}
+    assert "transaxle.engine.carry.Report" in printed
 
 
 # Whatever comes from another process, machine or job: a pickle that somebody puts there runs no code.

@@ -69,7 +69,7 @@ class _EncodedWeight:
     """Safetensors code of the dtype of the decoded values."""
 
 
-wire.tellable(_EncodedWeight, EncodedTensor, Encoding, Role)
+wire.tellable(_EncodedWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class _TypedWeight:
         )
 
 
-wire.tellable(_TypedWeight, Encoding)
+wire.tellable(_TypedWeight)
 
 
 @dataclass(frozen=True, slots=True)

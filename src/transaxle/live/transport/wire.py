@@ -19,7 +19,13 @@ import msgspec
 import numpy as np
 import torch
 
+from transaxle.encodings.encoding import EncodedTensor, Encoding, Error, Role
+from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
+from transaxle.engine.carry import Report
+from transaxle.engine.verification import Verification
 from transaxle.errors import CODES, OF_SYSTEM, Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.catalog import Checksum
+from transaxle.formats.checksums import Tally
 
 
 class _Kind(IntEnum):
@@ -69,7 +75,9 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-tellable(Where)
+# Records from below `live` are registered here, whichever modules a process imports; others where they are defined.
+tellable(Where, Checksum, Tally, EncodedTensor, Encoding, Role, Error)
+tellable(Report, MeasuredTensor, RecodedTensor, Verification)
 
 
 def encode(value: object, otherwise: Callable[[object], object] | None = None) -> bytes:
