@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from tests.oracles.quiet import quiet
@@ -112,6 +117,41 @@ def test_what_is_no_state_dict() -> None:
         testkit.run(lambda folder: by_files(folder) | {"step": 3}, SMALL)
     with pytest.raises(TypeError, match="the loader returned NoneType; it must return the state dict"):
         testkit.run(lambda _: None, SMALL)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda _: {}, "without tensors"),
+        (lambda value: {GATE: value.to("meta")}, f"'{GATE}' is on the meta device: the loader has given it no values"),
+        (lambda value: {GATE: value.to(torch.complex64)}, f"real numbers; '{GATE}' is torch.strided, torch.complex64"),
+        (lambda value: {GATE: value.to_sparse()}, f"dense tensors of real numbers; '{GATE}' is torch.sparse_coo"),
+        (lambda value: {3: value}, "name tensors by texts; 3 is int"),
+    ],
+)
+def test_tensors_without_comparable_values(change: Callable[[torch.Tensor], Any], problem: str) -> None:
+    """The imaginary parts of complex values would not be compared."""
+    with pytest.raises(TypeError, match=re.escape(problem)):
+        testkit.run(lambda folder: change(by_files(folder)[GATE]), SMALL)
+
+
+def test_divided_tensors(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(TypeError, match=r"return its full_tensor\(\)"):
+            testkit.run(lambda folder: {GATE: distribute_tensor(by_files(folder)[GATE], mesh)}, SMALL)
+    finally:
+        dist.destroy_process_group()
+
+
+def ends(_folder: Path) -> State:
+    sys.exit(0)
+
+
+def test_a_loader_that_ends_the_program_is_no_success() -> None:
+    with pytest.raises(RuntimeError, match="the loader ended the program, with the exit code 0"):
+        testkit.main([f"{__name__}:ends", "llama"])
 
 
 def test_unknown_models_are_refused() -> None:

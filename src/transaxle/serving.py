@@ -109,7 +109,7 @@ def _problem(status: int, message: str, code: str = "", headers: Mapping[str, st
     return _json({"error": message}, status, {**shown, **(headers or {})})
 
 
-def _unanswered() -> Response:
+def _no_such_request() -> Response:
     return _problem(404, "this request is not among those that the server answers")
 
 
@@ -183,7 +183,7 @@ class Repository:
             return self._no_repository()
         if segments[count : count + 1] == ["resolve"] and len(segments) > count + 2:
             return self._resolve(method, segments[count + 1], "/".join(segments[count + 2 :]), headers)
-        return _unanswered()
+        return _no_such_request()
 
     def _no_repository(self) -> Response:
         return _problem(404, f"the only repository here is the model {self.name}", "RepoNotFound")
@@ -203,7 +203,7 @@ class Repository:
             branch = {"name": MAIN, "ref": f"refs/heads/{MAIN}", "targetCommit": self.commit}
             return _json({"branches": [branch], "converts": [], "tags": [], "pullRequests": []})
         if kind not in {"revision", "tree", "paths-info"} or (folder and kind != "tree"):
-            return _unanswered()
+            return _no_such_request()
         if revision not in {MAIN, self.commit}:
             return self._no_revision(revision)
         if kind == "revision":

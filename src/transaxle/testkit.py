@@ -145,9 +145,10 @@ def run(
     Raises:
         UsageError: with the code UNKNOWN_FAMILY or AMBIGUOUS if no table has the config, or the names of the state
             dict; with the code IO if the path of a config does not exist.
-        TypeError: if the loader returns anything but a state dict of tensors.
+        TypeError: if the loader returns anything but a state dict of whole tensors with values.
+        RuntimeError: if the loader ends the program.
 
-    Exceptions of the loader are raised as they are.
+    Other exceptions of the loader are raised as they are.
     """
     config = _small_config(model)
     name = model if isinstance(model, str) else str(config.get("model_type"))
@@ -276,18 +277,39 @@ def _state(load_hub: LoadHub, skip: Sequence[str], folder: Path) -> dict[str, to
     """Return copies of the tensors that a loader makes of a folder, without those that are skipped.
 
     Raises:
-        TypeError: if the loader returns anything but a mapping from names to tensors of torch.
+        TypeError: if the loader returns anything but a mapping from names to whole tensors of real numbers.
+        RuntimeError: if the loader ends the program, which would count as success.
     """
-    returned: object = load_hub(folder)
+    try:
+        returned: object = load_hub(folder)
+    except SystemExit as error:
+        raise RuntimeError(f"the loader ended the program, with the exit code {error.code}") from error
     if not isinstance(returned, Mapping):
         raise TypeError(f"the loader returned {type(returned).__name__}; it must return the state dict of its model")
-    state = {}
-    for name in select_names(returned, (), skip, "tensor"):
-        value = returned[name]
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"the loader must return tensors of torch only; {name!r} is {type(value).__name__}")
-        state[name] = value.detach().cpu().contiguous().clone()
-    return state
+    if not returned:
+        raise TypeError("the loader returned a state dict without tensors")
+    return {name: _copy(name, returned[name]) for name in select_names(returned, (), skip, "tensor")}
+
+
+def _copy(name: object, value: object) -> torch.Tensor:
+    """Return a copy of a loader's tensor in the memory of the CPU.
+
+    Raises:
+        TypeError: if the value is not a whole tensor of real numbers, or the name not a text.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the loader must name tensors by texts; {name!r} is {type(name).__name__}")
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the loader must return tensors of torch only; {name!r} is {type(value).__name__}")
+    if value.is_meta:
+        raise TypeError(f"{name!r} is on the meta device: the loader has given it no values")
+    if hasattr(value, "full_tensor"):
+        raise TypeError(f"the loader must return whole tensors; {name!r} is divided: return its full_tensor()")
+    if value.layout != torch.strided or value.is_complex():
+        raise TypeError(
+            f"the loader must return dense tensors of real numbers; {name!r} is {value.layout}, {value.dtype}"
+        )
+    return value.detach().cpu().contiguous().clone()
 
 
 def _compare(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], words: _Words) -> str:
