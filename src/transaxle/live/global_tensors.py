@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.arguments import Degrees
-from transaxle.axes.geometry import PerComponent, Replicated, Shard, StridedShard, Widths
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
@@ -153,7 +152,7 @@ def fsdp_ranks(tensors: Mapping[str, torch.Tensor], world: World) -> FsdpRanks:
     return of_ranks[0]
 
 
-wire.tellable(FsdpRanks, Degrees, Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
+wire.tellable(FsdpRanks)
 Census = Mapping[str, GlobalTensor]
 """Tensor name -> tensor, for every tensor that any rank holds, in the order in which the ranks list them."""
 _Description = tuple[str, str, tuple[int, ...], int]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.source_hashes import (
     UNCHECKED,
-    BytesRead,
     HashWitness,
     containers_of,
     hash_evidence,
@@ -23,10 +22,7 @@ from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally, Witness
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer, lowest
-from transaxle.live.transport import wire
 from transaxle.live.transport.world import World
-
-wire.tellable(BytesRead)
 
 
 class SourceCheck:

@@ -243,7 +243,7 @@ def test_records_do_not_depend_on_what_else_is_imported() -> None:
     """A program may import one part only; records from below `live` are registered by the encoding itself."""
     code = "from transaxle.live.transport import wire; print(*wire.RECORDS)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    live = tuple(f"transaxle.{room}." for room in ("live", "refit", "parallel", "axes", "torch_tensors"))
+    live = tuple(f"transaxle.{room}." for room in ("live", "refit", "parallel"))
     assert {name for name in wire.RECORDS if not name.startswith(live)} <= {*printed}
     assert "transaxle.engine.carry.Report" in printed
 

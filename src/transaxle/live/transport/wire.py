@@ -19,13 +19,17 @@ import msgspec
 import numpy as np
 import torch
 
+from transaxle.arguments import Degrees
+from transaxle.axes.geometry import PerComponent, Replicated, Shard, StridedShard, Widths
 from transaxle.encodings.encoding import EncodedTensor, Encoding, Error, Role
 from transaxle.encodings.value_steps import MeasuredTensor, RecodedTensor
 from transaxle.engine.carry import Report
+from transaxle.engine.checkpoint.source_hashes import BytesRead
 from transaxle.engine.verification import Verification
 from transaxle.errors import CODES, OF_SYSTEM, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.checksums import Tally
+from transaxle.torch_tensors import Placement
 
 
 class _Kind(IntEnum):
@@ -77,7 +81,8 @@ def _name(kind: type) -> str:
 
 # Records from below `live` are registered here, whichever modules a process imports; others where they are defined.
 tellable(Where, Checksum, Tally, EncodedTensor, Encoding, Role, Error)
-tellable(Report, MeasuredTensor, RecodedTensor, Verification)
+tellable(Report, MeasuredTensor, RecodedTensor, Verification, BytesRead)
+tellable(Degrees, Placement, PerComponent, Replicated, Shard, StridedShard, Widths)
 
 
 def encode(value: object, otherwise: Callable[[object], object] | None = None) -> bytes:
