@@ -98,7 +98,7 @@ def _beside(page: str, folder: Path) -> None:
     """Put what a page speaks of into a folder: the tiny checkpoint, a variant of it, the table, and its model."""
     text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
     _biased(text, folder)
-    if "save_pretrained" not in text:
+    if f'save_pretrained("{TINY}")' not in text:
         tiny(folder / TINY)
     if "examples/" in text:
         shutil.copytree(ROOT / "examples", folder / "examples")
