@@ -103,6 +103,16 @@ def _round(rank: int, world: int, hub: str, folder: str, how: str) -> torch.Tens
 
 
 @pytest.mark.parametrize("how", ["tp", "fsdp"])
+def test_tied_embeddings_are_divided_too(tmp_path: Path, how: str) -> None:
+    hub = Path(source(tmp_path / "hub", {**MOE, "tie_word_embeddings": True}))
+    own = _own(hub, dtype=torch.float32)
+    assert own.lm_head.weight is own.model.embed_tokens.weight
+    for logits in run(2, _round, str(hub), str(tmp_path / "out"), how):
+        torch.testing.assert_close(logits, _logits(own))
+    assert torch.equal(_logits(_own(tmp_path / "out")), _logits(own))
+
+
+@pytest.mark.parametrize("how", ["tp", "fsdp"])
 def test_a_divided_model_becomes_a_complete_folder(hub: Path, tmp_path: Path, how: str) -> None:
     own = _own(hub, dtype=torch.float32)
     for logits in run(2, _round, str(hub), str(tmp_path / "out"), how):

@@ -132,6 +132,7 @@ def from_pretrained(
             model = _build(model_class, settings, stored_dtype, attention, checkpoint.path)
         if tp_plan is not None or device_mesh is not None:
             _apply_plan(model, tp_plan, device_mesh, world)
+        model.tie_weights()
         if parallelize is not None:
             parallelize(model)
         try:
@@ -181,7 +182,7 @@ def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtyp
 
 
 def _build(model_class: Any, settings: Mapping[str, Any], dtype: torch.dtype, attention: str | None, path: str) -> Any:
-    """Return a model on the meta device.
+    """Return a model on the meta device, whose tied parameters are not tied yet.
 
     Args:
         model_class: class of models, or a class that chooses one, such as `AutoModelForCausalLM`.
@@ -195,6 +196,7 @@ def _build(model_class: Any, settings: Mapping[str, Any], dtype: torch.dtype, at
         Refused: with the code UNSUPPORTED if transformers cannot build the model without code of the checkpoint.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.initialization import no_tie_weights
 
     chooses, is_class = hasattr(model_class, "from_config"), isinstance(model_class, type)
     if not is_class or not (chooses or hasattr(model_class, "_from_config")):
@@ -212,7 +214,8 @@ def _build(model_class: Any, settings: Mapping[str, Any], dtype: torch.dtype, at
         if own_config is not None and not isinstance(config, own_config):
             raise TypeError(f"the class is for {own_config.model_type}")
         build = partial(model_class.from_config, trust_remote_code=False) if chooses else model_class._from_config
-        with torch.device("meta"):
+        # A plan of tensor parallelism names the parameters as they are before the tie.
+        with torch.device("meta"), no_tie_weights():
             model = build(config, dtype=dtype, **({} if attention is None else {"attn_implementation": attention}))
     except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
