@@ -296,30 +296,57 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 TP, PP, EXPERTS = "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"
 
 
-@pytest.mark.parametrize(("config", "to", "parallel", "asks"), [
-    pytest.param(MODELS["moe"], "torch_dist", {TP: 2}, True, id="experts of Megatron on two ranks"),
+def _converted(config: dict[str, Any], to: str, folder: Path) -> tuple[Path, str, dict[str, Any]]:
+    hub_folder = Path(source(folder / "hub", config))
+    return hub_folder, _config_alone(hub_folder), _convert_as_peers_save(hub_folder, folder / "other", to)
+
+
+def _trained(config: dict[str, Any], to: str, folder: Path) -> tuple[Path, str, dict[str, Any]]:
+    del to
+    run(2, _save_zero3, config, str(folder))
+    return folder / "hub", _config_alone(folder / "hub"), {"path": str(folder / "zero3")}
+
+
+def _adapted(config: dict[str, Any], to: str, folder: Path) -> tuple[Path, str, dict[str, Any]]:
+    hub_folder = Path(source(folder / "hub", config))
+    adapter = _adapter(hub_folder, folder)
+    tx.convert(hub_folder, folder / "converted", to=to, merge=adapter, sync=False)
+    return folder / "converted", str(hub_folder), {"merge": str(adapter)}
+
+
+@pytest.mark.parametrize(("make", "config", "to", "parallel", "asks"), [
+    pytest.param(_converted, MODELS["moe"], "torch_dist", {TP: 2}, True, id="experts of Megatron on two ranks"),
     *(
-        pytest.param(config, to, parallel, asks, id=name, marks=pytest.mark.deferred)
-        for name, config, to, parallel, asks in (
-            ("Llama of Megatron", MODELS["llama"], "torch_dist", {}, True),
-            ("Llama of torchtitan on two ranks", MODELS["llama"], "dcp:torchtitan", {TP: 2}, True),
-            ("experts of torchtitan", MODELS["moe"], "dcp:torchtitan", {}, True),
-            ("experts dealt out", MODELS["moe"], "torch_dist", {TP: 2, EXPERTS: True}, False),
-            ("a tied head on two stages", TIED, "torch_dist", {PP: 2}, False),
+        pytest.param(make, config, to, parallel, asks, id=name, marks=pytest.mark.deferred)
+        for name, make, config, to, parallel, asks in (
+            ("Llama of Megatron", _converted, MODELS["llama"], "torch_dist", {}, True),
+            ("Llama of torchtitan on two ranks", _converted, MODELS["llama"], "dcp:torchtitan", {TP: 2}, True),
+            ("experts of torchtitan", _converted, MODELS["moe"], "dcp:torchtitan", {}, True),
+            ("ZeRO-3", _trained, MODELS["llama"], "", {}, True),
+            ("ZeRO-3 on two ranks", _trained, MODELS["llama"], "", {TP: 2}, True),
+            ("an adapter", _adapted, MODELS["llama"], "hf", {}, True),
+            ("an adapter on two ranks", _adapted, MODELS["llama"], "hf", {TP: 2}, True),
+            ("experts dealt out", _converted, MODELS["moe"], "torch_dist", {TP: 2, EXPERTS: True}, False),
+            ("a tied head on two stages", _converted, TIED, "torch_dist", {PP: 2}, False),
         )
     ),
 ])  # fmt: skip
 def test_engines_answer_alike(
-    config: dict[str, Any], to: str, parallel: dict[str, Any], asks: bool, tmp_path: Path, engines: Ask
+    make: Callable[[dict[str, Any], str, Path], tuple[Path, str, dict[str, Any]]],
+    config: dict[str, Any],
+    to: str,
+    parallel: dict[str, Any],
+    asks: bool,
+    tmp_path: Path,
+    engines: Ask,
 ) -> None:
     """The same tokens with the same probabilities as from the hub's folder; each worker reads its own bytes.
 
     vLLM 0.32 does not compute on a CPU with experts that are dealt out, or with stages: there the parameters of the
     workers are compared only.
     """
-    hub_folder = Path(source(tmp_path / "hub", config))
-    extra = _convert_as_peers_save(hub_folder, tmp_path / "other", to)
-    ours = {"model": _config_alone(hub_folder), "load_format": "transaxle", "model_loader_extra_config": extra}
+    hub_folder, served, extra = make(config, to, tmp_path)
+    ours = {"model": served, "load_format": "transaxle", "model_loader_extra_config": extra}
     (truth, of_truth), (answers, of_ours) = (
         engines([{**arguments, **parallel}, asks, None]) for arguments in ({"model": str(hub_folder)}, ours)
     )
@@ -328,7 +355,8 @@ def test_engines_answer_alike(
     loads, expected = ([WorkerLoad(**load) for load in each] for each in (of_ours, of_truth))
     assert [load.digests for load in loads] == [load.digests for load in expected]
     assert len(loads) == max(parallel.values(), default=1)
-    whole = sum(file.stat().st_size for file in (tmp_path / "other").rglob("*") if file.is_file())
+    read_folder = Path(extra.get("path", served))
+    whole = sum(file.stat().st_size for file in read_folder.rglob("*") if file.is_file())
     for load in loads:
         assert load.reported is not None
         assert load.reported <= WASTE * 2 * load.parameters  # files have float32, and parameters bfloat16
