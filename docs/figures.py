@@ -336,7 +336,7 @@ def wrong_rows(_: Path) -> str:
     split_first = [(part, row) for part, row in fused_rows if start <= row < stop]
     made = Drawing(
         "A fused tensor of q, k and v with four rows each, loaded on the first of two tensor-parallel ranks. "
-        "transformers 5.23 cuts the tensor first and splits the half: k_proj gets rows of q, and v_proj rows of k. "
+        "transformers 5.24 cuts the tensor first and splits the half: k_proj gets rows of q, and v_proj rows of k. "
         "Split first and cut then, each gets its own first two rows, as Transaxle loads them.",
         262,
     )
@@ -347,7 +347,7 @@ def wrong_rows(_: Path) -> str:
     width = len(cut_first) // len(parts)
     for at, part in enumerate(parts):
         made.text(176 + 132 * at + 22 * width, 118, f"{part}_proj", size=12, anchor="middle", code=True)
-    for y, loader, rows in ((130, "transformers 5.23", cut_first), (204, "Transaxle", split_first)):
+    for y, loader, rows in ((130, "transformers 5.24", cut_first), (204, "Transaxle", split_first)):
         made.text(16, y + 20, loader, size=13)
         for at, row in enumerate(rows):
             target = at // width

@@ -9,7 +9,7 @@ import pytest
 
 from transaxle.derivation.configs import INDEX, Presence, Sizes, condition
 from transaxle.derivation.tiny_configs import MORE_VARIANTS, OWN, PROPORTIONED, SMALL, VARIANTS, tiny
-from transaxle.derivation.transformers_models import nearest
+from transaxle.derivation.transformers_models import _search, nearest
 
 PICTURE: dict[str, Any] = {
     "model_type": "picture",
@@ -85,6 +85,23 @@ def test_the_nearest_config_has_every_change_that_fits() -> None:
     }  # fmt: skip
     assert base["inner_config"] == {"hidden_size": 256}
     assert len(tried) < 40
+
+
+def test_towers_of_a_searched_config_have_as_many_layers_as_no_other() -> None:
+    """Else one axis would number the layers of both: a class that refuses other rotary widths, as `hy_v4_vl` does."""
+    base = {
+        "text_config": {"num_hidden_layers": 78, "hidden_size": 512, "qk_rope_head_dim": 64},
+        "vision_config": {"num_hidden_layers": 40, "hidden_size": 256},
+    }
+
+    def builds(config: Mapping[str, Any]) -> bool:
+        return bool(config["text_config"]["qk_rope_head_dim"] == 64)
+
+    for variant in range(VARIANTS):
+        (config,) = _search(base, variant, builds)
+        text, tower = (config[key]["num_hidden_layers"] for key in base)
+        assert text != tower
+        assert max(text, tower) < 8
 
 
 def test_a_config_that_does_not_build_leads_nowhere() -> None:

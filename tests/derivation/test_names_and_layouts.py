@@ -12,7 +12,9 @@ import pytest
 
 import transaxle as tx
 from tests.some import a
-from transaxle.derivation.sources import Table, check_place, write_table
+from transaxle.derivation.sources import Table, check_place, prove, write_table
+from transaxle.derivation.table import Labels, derive
+from transaxle.derivation.traces import Trace
 from transaxle.errors import StorageError, UsageError
 
 State = dict[str, npt.NDArray[np.float32]]
@@ -147,6 +149,21 @@ def test_a_count_that_is_the_same_in_every_model_has_no_key_that_happens_to_be_a
 
 TEXT = "# of mine\nfamily mine\n  axes d=width\n"
 TABLE = Table("mine", TEXT, (), 1, proved=False)
+
+
+def test_padding_that_is_stored_has_a_size_from_the_config() -> None:
+    """A vocabulary that is padded in files: how much is to be written, no shape in memory shows."""
+    traces = []
+    for vocabulary, padded, width in ((5, 8, 3), (6, 11, 4), (9, 10, 7)):
+        memory = np.arange(1, vocabulary * width + 1).reshape(vocabulary, width)
+        config = {"vocab_size": padded, "unpadded_vocab_size": vocabulary, "hidden_size": width}
+        traces.append(
+            Trace({"unembed": np.pad(memory, ((0, padded - vocabulary), (0, 0)))}, {"lm_head": memory}, config)
+        )
+    labels = Labels("padded")
+    text = derive(traces[:2], labels).text
+    assert "vocab_size-unpadded_vocab_size" in text
+    assert prove(text, traces, labels) == ()
 
 
 def _names(folder: Path) -> list[str]:

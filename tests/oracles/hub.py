@@ -1,7 +1,10 @@
-"""transformers 5.23.0: what `save_pretrained` stores, and what `from_pretrained` holds in memory.
+"""transformers 5.24.0: what `save_pretrained` stores, and what `from_pretrained` holds in memory.
 
 Step-3.5 has no class of its own there. Its text model is the trunk of `Step3p7ForConditionalGeneration`,
 which stores that trunk under the names of Step-3.5's own files; the vision tower's tensors are left out here.
+
+It holds the routers of DeepSeek-V3, GLM-4-MoE and others in float32, also those that files have in bfloat16: the same
+numbers, which are compared in the dtype of the files.
 """
 
 from __future__ import annotations
@@ -80,7 +83,16 @@ def from_hf(config: Config, stored: Tensors) -> Tensors:
         other.save_pretrained(folder)
         save_file(stored, Path(folder, WEIGHTS), metadata={"format": "pt"})
         loaded = type(other).from_pretrained(folder, dtype=torch.bfloat16)
-    return _text(loaded.state_dict())
+    return {name: _narrowed(value, stored.get(name)) for name, value in _text(loaded.state_dict()).items()}
+
+
+def _narrowed(value: torch.Tensor, file: torch.Tensor | None) -> torch.Tensor:
+    """A tensor in the dtype of the file, which holds the same numbers."""
+    if file is None or file.dtype == value.dtype:
+        return value
+    narrow = value.to(file.dtype)
+    assert torch.equal(narrow.to(value.dtype), value)
+    return narrow
 
 
 def to_hf(config: Config, held: Tensors) -> Tensors:

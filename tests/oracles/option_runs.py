@@ -249,7 +249,7 @@ def _has_uneven_experts(key: str, encoding: str, tensors: Tensors) -> bool:
 
 
 def _is_misread(key: str, encoding: str, value: torch.Tensor) -> bool:
-    """Whether transformers 5.23 would take codes for something else, so that they are written only where asked for.
+    """Whether transformers 5.24 would take codes for something else, so that they are written only where asked for.
 
     It knows no stacks, and takes the size of a block for the size of the matrix divided by the number of blocks.
     """

@@ -42,7 +42,7 @@ _PUBLISHED = {
     },
     "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
 }  # fmt: skip
-"""Model type -> parts of names that transformers 5.23 stores, and those of the published files, which it reads and we
+"""Model type -> parts of names that transformers 5.24 stores, and those of the published files, which it reads and we
 write.
 """
 

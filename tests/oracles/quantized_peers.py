@@ -1,4 +1,4 @@
-"""Quantized checkpoints as compressed-tensors 0.20, torchao 0.18 and transformers 5.23 make them, and their own values.
+"""Quantized checkpoints as compressed-tensors 0.20, torchao 0.18 and transformers 5.24 make them, and their own values.
 
 Nothing of ours is used: each peer packs, names and stores the weights, and dequantizes them again.
 """

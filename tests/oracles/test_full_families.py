@@ -165,7 +165,7 @@ stored, so that in memory each rank has some of both.
 def _peer_cut(style: str, tensor: torch.Tensor, is_bias: bool) -> torch.Tensor | None:
     """What rank 0 of 2 holds of a parameter; None where it holds all of it.
 
-    Source: transformers 5.23 integrations/tensor_parallel.py, `shard_param` of each style.
+    Source: transformers 5.24 integrations/tensor_parallel.py, `shard_param` of each style.
     """
     for end in _AROUND:
         style = style.removesuffix(end)

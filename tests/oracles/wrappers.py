@@ -1,4 +1,4 @@
-"""transformers 5.23: every model type that builds from a tiny config, with the names that it has in memory."""
+"""transformers 5.24: every model type that builds from a tiny config, with the names that it has in memory."""
 
 from __future__ import annotations
 

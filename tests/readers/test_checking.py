@@ -142,7 +142,7 @@ def test_a_size_that_is_not_that_of_the_tensors(planted: Callable[..., Path]) ->
 
 @pytest.mark.usefixtures("in_process")
 def test_numbered_experts_in_nvfp4_lose_their_scales(hub: Path, tmp_path: Path) -> None:
-    """transformers 5.23 leaves out their global scales: the model in memory has other values."""
+    """transformers 5.24 leaves out their global scales: the model in memory has other values."""
     tx.convert(hub, tmp_path / "nvfp4", to="hf", encode="nvfp4")
     verdict = tx.check(tmp_path / "nvfp4", "transformers")
     assert {name.rpartition(".")[2] for name in kinds(verdict)["values"]} <= {"gate_up_proj", "down_proj"}

@@ -165,13 +165,15 @@ def _find_moves(trace: Trace) -> Iterator[PartMove]:
     for name, numbers in trace.hub.items():
         flat = numbers.ravel()
         owner_numbers = owners[flat]
-        if len(flat) and covered[flat[0]]:
+        if len(flat) and flat[0] and covered[flat[0]]:
             raise Underivable(f"{name} holds values that another tensor beside it holds too")
         covered[flat] = True
-        if len(flat) and owner_numbers.min() < 0:
+        lacking = owner_numbers < 0
+        # Zeros around a tensor's elements are padding; a tensor of nothing but zeros has no source.
+        if len(flat) and (lacking.all() or flat[lacking].any()):
             raise Underivable(f"{name} has values that the other dialect does not have")
         is_whole = len(flat) > 0 and bool((owner_numbers == owner_numbers[0]).all())
-        for owner in owner_numbers[:1] if is_whole else np.unique(owner_numbers):
+        for owner in owner_numbers[:1] if is_whole else np.unique(owner_numbers[~lacking]):
             at = np.arange(len(flat)) if is_whole else np.nonzero(owner_numbers == owner)[0]
             try:
                 yield _move((name, names[owner]), at, positions[flat[at]], trace)

@@ -504,6 +504,9 @@ class Writer:
         for line in self._every_line():
             for dim in line.layout.dims:
                 self._complete(dim, self._near(line))
+            for axis in line.layout.axes:
+                if isinstance(axis, PaddingAxis) and self._is_well_known(self._size(axis)):
+                    self._deep(axis, self._near(line))  # no other tensor's shape shows how much is to be written
 
     def _simple(self, axis: AxisKey, near: str) -> None:
         """Use a config key as the formula of an axis, if exactly one key has the axis's size as its value."""

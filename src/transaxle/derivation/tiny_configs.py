@@ -25,7 +25,9 @@ PROPORTIONED = MORE_VARIANTS
 _HIDDEN, _HEADS, _GROUPS, _HEAD = (64, 96, 80, 144), (4, 6, 10, 12), (2, 3, 5, 3), (16, 24, 20, 28)
 _LAYERS = (4, 3, 5, 6)
 _VOCABULARY, _TOKEN_TYPES = (112, 131, 149, 137), (3, 4, 6, 5)
-_ALONE = (_LAYERS, _VOCABULARY, _TOKEN_TYPES)
+_SECOND_VOCABULARY = (107, 118, 142, 127)
+"""Sizes of a vocabulary beside another one; of an unpadded vocabulary, which is smaller than the padded one."""
+_ALONE = (_LAYERS, _VOCABULARY, _SECOND_VOCABULARY, _TOKEN_TYPES)
 """Sizes that are independent of widths: widths need not be divisible by these sizes."""
 _RATIOS = (2, 4, 6, 3)
 """For the size choice `RATIO`: the fraction of the original size that each variant has, in eighths."""
@@ -40,6 +42,7 @@ _OF_STAGES = re.compile(r"(\w+_)?(hidden_sizes|embed_dims|channels|dims|widths)"
 """Pattern for config keys of lists that have one size per backbone stage."""
 
 _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
+    (_SECOND_VOCABULARY, "(unpadded|text)_vocab_size"),
     (_VOCABULARY, r"""(?!type_)(\w+_)?vocab_size n_vocab vocab_size_per_layer_input"""),
     (_HIDDEN, """(text_|out_|encoder_|decoder_|backbone_|attention_|rnn_|adapter_)?hidden_size d_model n_embd dim
         lru_width (text_|output_)?embed_dim embedding_size model_dim hidden_dim word_embed_proj_dim"""),

@@ -319,8 +319,10 @@ def _search(
     base: Mapping[str, Any], variant: int, builds: Callable[[Mapping[str, Any]], bool]
 ) -> Iterator[dict[str, Any]]:
     """Yield a config of a variant that is found by searching key by key."""
-    kinds_of_sizes = (SMALL, RATIO) if variant == PROPORTIONED else (OWN, SMALL, RATIO)
-    goals = [tiny(base, variant, sizes=sizes, flip=sizes == OWN) for sizes in kinds_of_sizes]
+    goals = [tiny(base, variant, sizes=sizes) for sizes in (SMALL, RATIO)]
+    if variant != PROPORTIONED:
+        # Towers of other sizes than the text model's come first: else their numbers of layers would be one axis.
+        goals = [*(tiny(base, variant, flip=True, apart=apart) for apart in (True, False)), *goals]
     config = nearest(fill_defaults(base), goals, builds)
     if config is not None:
         yield config
@@ -492,7 +494,10 @@ def _combine(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: d
             if not (_carries(tensors[0]) and tensors[0].numel() > 0):
                 plain[side][name] = tensors[0]
                 continue
-            numbers = _places(combine([_whole(name, tensor) for tensor in tensors], _BASE))
+            values = combine([_whole(name, tensor) for tensor in tensors], _BASE)
+            if side == 0 and bool(((values > 0) & (values < FLOOR)).any()):
+                raise Underivable(f"{name}: saving adds values that the model does not have")
+            numbers = _places(values)
             original = by_first.setdefault(int(numbers.flat[0]), numbers)
             sides[side][name] = original if np.array_equal(original, numbers) else numbers
     unnumbered: dict[str, Shape] = {}

@@ -235,7 +235,7 @@ def _axis_places(rule: _ParsedRule, component: str) -> dict[str, str]:
     return places
 
 
-_TRANSFORMERS, _MEGATRON, _TRANSAXLE = ("transformers", "5.23.0"), ("megatron-core", "0.16.1"), ("transaxle", "")
+_TRANSFORMERS, _MEGATRON, _TRANSAXLE = ("transformers", "5.24.0"), ("megatron-core", "0.16.1"), ("transaxle", "")
 
 
 class Peer(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The same rule in other libraries gives the same bytes; where their rule is another one, what differs and by how much.
 
-torchao 0.18, compressed-tensors 0.20 and transformers 5.23, called as they are, on a CPU.
+torchao 0.18, compressed-tensors 0.20 and transformers 5.24, called as they are, on a CPU.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ import transaxle as tx
 from tests.formats.refusals import refuses
 from tests.live.ranks import run
 from tests.live.topologies import LLAMA, MOE, full, shard, source
+from tests.oracles import cases
 from tests.oracles.hub import WEIGHTS
 from tests.oracles.quiet import quiet
 from transaxle.derivation.transformers_models import Peer, variants
@@ -154,6 +155,34 @@ def test_what_transformers_keeps_in_float32_stays_so(
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == expected[name].dtype, name
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_routers_have_the_numbers_of_the_files(family: str, stored: torch.dtype, tmp_path: Path) -> None:
+    """transformers holds them in float32 in a model of bfloat16: files may have either, and no number changes."""
+    case, router = cases.case(family, "asymmetric"), "model.layers.1.mlp.gate.weight"
+    tensors = dict(case.dialects[cases.HF])
+    tensors[router] = (tensors[router].float() * 1.001).to(stored)
+    (tmp_path / "hub").mkdir()
+    save_file(tensors, tmp_path / "hub" / WEIGHTS, metadata={"format": "pt"})
+    (tmp_path / "hub/config.json").write_text(json.dumps({**case.config, "dtype": "bfloat16"}), "utf-8")
+    own, model = _own(tmp_path / "hub"), tx.from_pretrained(AutoModelForCausalLM, tmp_path / "hub")
+    built = AutoModelForCausalLM.from_config(own.config, dtype=torch.bfloat16)
+    tx.load(built, tmp_path / "hub", dtype="own")
+    for loaded in (own, model, built):
+        assert cases.bits(loaded.get_parameter(router)) == cases.bits(tensors[router].float())
+    own.save_pretrained(tmp_path / "theirs")
+    tx.save_pretrained(model, tmp_path / "ours")
+    for folder in (tmp_path / "theirs", tmp_path / "ours"):
+        assert cases.bits(load_file(folder / WEIGHTS)[router]) == cases.bits(tensors[router].float())
+    for to in ("transformers", "automodel"):
+        tx.convert(tmp_path / "hub", tmp_path / to, to=f"safetensors:{to}")
+        tx.convert(tmp_path / to, tmp_path / f"{to}-back", to="safetensors:hf")
+        back = load_file(tmp_path / f"{to}-back" / WEIGHTS)
+        assert {name: cases.bits(tensor) for name, tensor in back.items()} == {
+            name: cases.bits(tensor) for name, tensor in tensors.items()
+        }
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -134,7 +134,7 @@ def test_a_hub_folder_has_the_trained_codes_and_values(family: str, kind: str, s
     with tx.open(folder, decode="bf16") as plain:
         assert all(plain[f"{name}.weight"].tobytes() == one[""].numpy().tobytes() for name, one in modules.items())
     if "nvfp4" in kind and family != "llama":
-        return  # transformers 5.23 leaves the scale of the whole out of experts' values
+        return  # transformers 5.24 leaves the scale of the whole out of experts' values
     method = CompressedTensorsConfig(run_compressed=False) if compressed else FineGrainedFP8Config(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=method, dtype=torch.bfloat16)
     theirs = dict(loaded.named_parameters())

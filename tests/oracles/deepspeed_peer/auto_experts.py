@@ -86,7 +86,7 @@ def train(rank: int, world: int, run: AutoRun, folder: Path) -> None:
 
 @cache
 def _start() -> None:
-    """Start DeepSpeed once in this process, with what it needs of transformers 5.23."""
+    """Start DeepSpeed once in this process, with what it needs of transformers 5.24."""
     import deepspeed
     from transformers.utils import output_capturing
 
@@ -96,7 +96,7 @@ def _start() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     registry: Any = output_capturing._CanRecordRegistry
     get = registry.get
-    # DeepSpeed 0.19.8 asks this dict with a default, which transformers 5.23 does not take.
+    # DeepSpeed 0.19.8 asks this dict with a default, which transformers 5.24 does not take.
     registry.get = lambda self, model, *_: get(self, model)
 
 

@@ -463,7 +463,7 @@ def hub_convention(encodings: Iterable[Encoding]) -> Convention:
     """Return the convention for these encodings on a model hub, where one config must describe all quantized weights.
 
     The result is the preferred convention of the encodings, with one exception. Tensors in mxfp8 become DeepSeek's
-    `fp8` method with 1 x 32 blocks and E8M0 scales, if no other encoding needs compressed-tensors. transformers 5.23
+    `fp8` method with 1 x 32 blocks and E8M0 scales, if no other encoding needs compressed-tensors. transformers 5.24
     loads mxfp8 experts in DeepSeek's form, but not in the form of compressed-tensors.
     """
     names = {PREFERRED[encoding.name] for encoding in encodings if encoding.name != MXFP8.name}

@@ -6,7 +6,7 @@ compressed-tensors with the same codes, scales and zero points, and its section 
 compressed-tensors would have. The module `engine.views.packed_integers` shows the tensors. Those of bitsandbytes are
 shown by `engine.views.bitsandbytes`, as codes and scales of blocks.
 
-The fields are those of GPTQModel 7.7, AutoGPTQ 0.7, AutoAWQ 0.2, bitsandbytes 0.50 and transformers 5.23. As for other
+The fields are those of GPTQModel 7.7, AutoGPTQ 0.7, AutoAWQ 0.2, bitsandbytes 0.50 and transformers 5.24. As for other
 methods, a field that may mean different values is refused, and so is an unknown field.
 """
 

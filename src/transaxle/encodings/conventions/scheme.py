@@ -1,7 +1,7 @@
 """Parses the quantization section of a config, for each `quant_method`, into a description of how weights are stored.
 
 For each method, one function converts the section into groups of modules, each group with one encoding. The fields and
-their defaults are those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's
+their defaults are those of transformers 5.24 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's
 exports. A field of the wrong type is refused with the code CORRUPT. An unknown value is refused with the code
 UNSUPPORTED, as is an unknown field, because such a field may mean that weights are rotated or scaled.
 
@@ -84,7 +84,7 @@ class Modules(msgspec.Struct, frozen=True, dict=True):
 
 
 def transformers_modules(texts: Iterable[str]) -> Modules:
-    """Parse a list such as `modules_to_not_convert`, as `should_convert_module` of transformers 5.23 does.
+    """Parse a list such as `modules_to_not_convert`, as `should_convert_module` of transformers 5.24 does.
 
     An entry is the name of a module, which includes all modules inside it, or the end of a module name, or a regular
     expression. A dot in a name matches only a dot, whereas in transformers it matches any character.

@@ -626,7 +626,7 @@ def show_foreign(container: Container, config: Mapping[str, Any], *, is_given: b
 
 
 _CONV1D = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
-"""Model types of transformers 5.23 whose layers are `Conv1D`, with weights `[inputs, outputs]`."""
+"""Model types of transformers 5.24 whose layers are `Conv1D`, with weights `[inputs, outputs]`."""
 
 
 def _refuse_conv1d(config: Mapping[str, Any], program: str) -> None:

@@ -242,7 +242,7 @@ def check_restated(checkpoint: Checkpoint, to: tuple[str, str], view: View) -> t
         if names:
             notes += reader_notes(checkpoint.reading.family, by_weight, encoding, parts, names, label)
     if any(tensor.convention == MODELOPT for tensor in view.encoded.values()):
-        notes.append("transformers 5.23 has no reader for files of ModelOpt; vLLM, SGLang and TensorRT-LLM have")
+        notes.append("transformers 5.24 has no reader for files of ModelOpt; vLLM, SGLang and TensorRT-LLM have")
     return refusals, notes
 
 

@@ -1,4 +1,4 @@
-"""What transformers 5.23 reads wrongly, or cannot load, of the tensors that are encoded for a hub.
+"""What transformers 5.24 reads wrongly, or cannot load, of the tensors that are encoded for a hub.
 
 Weights whose codes it would silently take for other values stay plain, unless the user names them. What it loads with
 an error is encoded, since other programs read it, and a note says so. `tests/oracles/test_encoded_readers.py` holds all
@@ -42,7 +42,7 @@ _OUT, _IN = ".out_proj.weight", ".in_proj_weight"
 """The ends of two tensor names in an `nn.MultiheadAttention`, whose `out_proj` is a subclass of `nn.Linear`."""
 _MATRIX = 2
 """Number of dims of a weight that is not a stack of matrices."""
-_READER = "transformers 5.23"
+_READER = "transformers 5.24"
 _MISREAD_EXPERTS = {
     NVFP4.name: f"{_READER} reads numbered experts in nvfp4 without their global scales, so with wrong values",
     MXFP8.name: f"{_READER} cannot load numbered experts in mxfp8",
@@ -53,7 +53,7 @@ _AS_STACKS = "; it reads stacks, which stay plain:  --to safetensors:transformer
 def misread_targets(
     family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], output_rows: Holding[str]
 ) -> dict[str, str]:
-    """Return target tensor name -> reason, for the targets whose codes transformers 5.23 would read wrongly.
+    """Return target tensor name -> reason, for the targets whose codes transformers 5.24 would read wrongly.
 
     Args:
         family: family of the model.
@@ -125,7 +125,7 @@ def _ends_smaller(size: int, tile: int) -> bool:
 def reader_notes(
     family: Family, view: View, encoding: str, targets: Mapping[str, Sequence[str]], names: Collection[str], label: str
 ) -> Iterator[str]:
-    """Yield notes on what transformers 5.23 cannot load, or misreads, because these tensors are encoded.
+    """Yield notes on what transformers 5.24 cannot load, or misreads, because these tensors are encoded.
 
     Args:
         family: family of the model.
