@@ -33,7 +33,7 @@ from transaxle.parallel.cutting import cut_parameters
 from transaxle.parallel.tensor_parallel import RECORD_NAME, proven_types, tensor_parallel
 from transaxle.torch_tensors import local_of
 
-RECORD = Path(__file__).parents[2] / "src/transaxle/parallel/plans" / RECORD_NAME
+RECORD = Path(__file__).parents[2] / "src/transaxle/parallel" / RECORD_NAME
 EXACT, WRONG, UNBUILT, REFUSED = "exact", "WRONG", "not run", "refused"
 WORLDS = (2, 3)
 _CHOSEN = {"topk_group": 1, "n_group": 1} | dict.fromkeys(
