@@ -134,6 +134,8 @@ def shrunk(config: Any) -> Any:
             setattr(config, key, _SIZES[key])
         elif key in ("vocab_size", "vocabulary_size") and type(value) is int and value > 1000:
             setattr(config, key, _VOCABULARY)
+        elif key == "unpadded_vocab_size" and type(value) is int:
+            setattr(config, key, _VOCABULARY - 3)
         elif key.endswith("_token_id") and type(value) is int and value >= _VOCABULARY:
             setattr(config, key, 1)
         elif key in _LISTS and isinstance(value, list):

@@ -100,6 +100,8 @@ last layer.
 """
 _OF_STEADY_STAGES = frozenset({"grounding-dino", "mm-grounding-dino"})
 """Model types whose number of backbone stages cannot change, because no config key adapts the stages' tensors."""
+OF_SHARED_SIZES = frozenset({"molmo2"})
+"""Model types with sizes in two sub-configs that must be equal, although a model builds if they are not."""
 _FOLLOWS = frozenset({"hidden_size", "num_layers"})
 """Config keys that transformers computes itself, for models whose width doubles from stage to stage."""
 _TEXT = ("text_config", "thinker_config", "llm_config", "decoder")

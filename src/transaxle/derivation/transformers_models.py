@@ -29,6 +29,7 @@ import numpy as np
 
 from transaxle.derivation.tiny_configs import (
     DEEP,
+    OF_SHARED_SIZES,
     OWN,
     PLAIN,
     PROPORTIONED,
@@ -322,7 +323,8 @@ def _search(
     goals = [tiny(base, variant, sizes=sizes) for sizes in (SMALL, RATIO)]
     if variant != PROPORTIONED:
         # Towers of other sizes than the text model's come first: else their numbers of layers would be one axis.
-        goals = [*(tiny(base, variant, flip=True, apart=apart) for apart in (True, False)), *goals]
+        ways = (False,) if base.get("model_type") in OF_SHARED_SIZES else (True, False)
+        goals = [*(tiny(base, variant, flip=True, apart=apart) for apart in ways), *goals]
     config = nearest(fill_defaults(base), goals, builds)
     if config is not None:
         yield config

@@ -319,7 +319,8 @@ def recognise(
     besides = {r.family.name for r in best if r.dialect.name not in ENGINES}
     best = [r for r in best if r.dialect.name not in ENGINES or r.family.name not in besides]
     distinct = {(r.family.name, _rules_used(r, grouped)): r for r in reversed(best)}
-    if not types and family is None and (len(distinct) > 1 or _count_missing(best[0], grouped)[0]):
+    unsure = len(distinct) > 1 or 2 * best_count < len(names) or _count_missing(best[0], grouped)[0]
+    if not types and family is None and unsure:
         _refuse_silent({r.dialect.label for r in best}, grouped, families, best_count)
     if len(distinct) > 1 and types and family is None and not candidates:
         raise _unknown_type(types, _ways_out(types))
@@ -347,11 +348,12 @@ def _refuse_silent(
     Raises:
         UsageError: with code AMBIGUOUS, if a table that only a config can select fits better.
     """
+    reads_few = 2 * best_count < sum(map(len, grouped.values()))
     readings = [
         reading
         for name, entry in families.entries.items()
-        if not entry.traced and not any(entry.dialects.values())
-        for label in labels & entry.dialects.keys()
+        if (reads_few or not entry.traced) and not any(entry.dialects.values())
+        for label in (entry.dialects if reads_few else labels & entry.dialects.keys())
         for reading in _readings(families[name], grouped, label)
     ]
     better_count = max((reading.matched for reading in readings), default=0)
