@@ -84,6 +84,8 @@ HOUSE = {
     "vllm_plugin": _room("refit", needs=frozenset()),
     # What verl imports in each of its processes.
     "verl_plugin": _room("refit", needs=TRAINING | {"verl"}),
+    # The path in NeMo-RL's config.
+    "nemo_rl_plugin": _room("refit", needs=TRAINING),
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
@@ -116,6 +118,7 @@ LAZY_EXTRAS = {
     "refit/hub_stream.py": frozenset({"vllm"}),
     "reports/html_page.py": frozenset({"jinja2"}),
     "vllm_plugin.py": frozenset({"vllm"}),
+    "nemo_rl_plugin.py": frozenset({"ray"}),
 }
 """Modules that may import more than their room, inside functions only."""
 
