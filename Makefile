@@ -23,6 +23,8 @@ TITAN  := torchtitan nemo-automodel
 VERL   := verl==0.9.1 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 tensordict==0.10.0 hydra-core==1.3.8 \
           codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.3 \
           uvicorn==0.54.0 fastapi==0.165.0 starlette==1.10.0 annotated-doc==0.0.7 cachetools==8.0.2
+# Its wheel has a package `tests` too, and its requirements include flash-attn, which needs a GPU.
+OPENRLHF := openrlhf==0.11.2
 # It needs only torch, numpy and safetensors, in any versions.
 LLM    := llm-dequant==0.1.0
 # The last release before config keys and the experts of mixtures moved; its dependencies are those of the present one.
@@ -92,7 +94,7 @@ check: $(VENV)/.all
 	$(BIN)/python -m pytest -q $(QUICK) --numprocesses $(JOBS) --dist worksteal; tests=$$?; \
 	wait $$types && exit $$tests
 
-test: lint $(VENV)/verl $(VENV)/llm-dequant $(VENV)/transformers4
+test: lint $(VENV)/verl $(VENV)/openrlhf $(VENV)/llm-dequant $(VENV)/transformers4
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
 # Run it before and after a change that must not change results. REWRITE=--rewrite-golden records the current results.
@@ -222,6 +224,12 @@ $(VENV)/verl: $(VENV)/.torch
 	@echo 'installing verl'
 	@$(PIP) install --quiet --no-deps --target $@.new $(VERL)
 	@rm -rf $@ $@.new/tests $@.new/scripts
+	@mv $@.new $@
+
+$(VENV)/openrlhf: $(VENV)/.torch
+	@echo 'installing OpenRLHF'
+	@$(PIP) install --quiet --no-deps --target $@.new $(OPENRLHF)
+	@rm -rf $@ $@.new/tests
 	@mv $@.new $@
 
 $(VENV)/llm-dequant: $(VENV)/.torch
