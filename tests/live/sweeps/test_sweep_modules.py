@@ -93,12 +93,14 @@ SAMPLE = {
     "falcon_h1": "state spaces beside attention",
 }
 _LARGE = """
-    pix2struct_text_model align align_vision_model bark bit blt bridgetower bridgetower_vision_model chameleon_vqgan
+    pix2struct_text_model align align_vision_model apertus1p5
+    apertus1p5_vision_tokenizer bark bit blt bridgetower bridgetower_vision_model chameleon_vqgan
     chmv2 clap clap_audio_model cvt dac deepseek_ocr2_sam_vision_model deepseek_ocr2_vision deepseek_vl_hybrid
     depth_pro dia dia_decoder dinov3_convnext donut-swin dots3_note dots3_note_audio_encoder
     dots3_note_vision_encoder edgetam_video efficientloftr efficientnet emu3_vqgan encodec ernie4_5_vl_moe
     ernie4_5_vl_moe_text esmfold2 fastspeech2_conformer fastspeech2_conformer_hifigan
-    fastspeech2_conformer_with_hifigan florence2 florence_vision gemma4 gemma4_text hgnet_v2 inkling2
+    fastspeech2_conformer_with_hifigan florence2 florence_vision gemma4 gemma4_text gemma4_unified_assistant
+    hgnet_v2 inkling2 inkling2_loop
     inkling2_vision janus janus_vqgan levit luke mask2former maskformer maskformer-swin mimi mimi_decoder
     mimi_encoder muse_spark muse_spark_audio musicgen musicgen_melody neucodec omdet-turbo pe_audio pe_audio_encoder
     perceiver phi4_multimodal phi4_multimodal_audio pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder
@@ -107,13 +109,13 @@ _LARGE = """
     sam3_video speecht5_hifigan swin2sr swinv2 textnet tipsv2_dpt tvp univnet unlimited_ocr
     unlimited_ocr_sam_vision_model unlimited_ocr_vision upernet uvdoc uvdoc_backbone vibevoice
     vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder
-    vibevoice_asr vitpose vitpose_backbone vits vjepa2 xcodec xcodec2 zoedepth
+    vibevoice_asr wavtokenizer wavtokenizer_encoder vitpose vitpose_backbone vits vjepa2 xcodec xcodec2 zoedepth
 """
 _OTHER = """
     autoformer blip_text_model chameleon cohere_compass cohere_compass_text dbrx deepseek_ocr2 deepseek_ocr2_text
     diffusion_gemma diffusion_gemma_text dinat edgetam edgetam_mask_decoder edgetam_prompt_encoder
     edgetam_video_mask_decoder edgetam_video_prompt_encoder edgetam_vision_model emu3 eomt eomt_dinov3 esm fast_vlm
-    gemma3n gemma3n_vision gemma4_assistant gemma4_unified_assistant gemma4_unified_audio gemma4_unified_vision
+    exaone gemma3n gemma3n_vision gemma4_assistant gemma4_unified_audio gemma4_unified_vision sarvam_mla sarvam_moe
     glmga granite4_vision higgs_audio_v2_tokenizer idefics_perciever idefics_vision informer internlm3 iquestcoder
     layoutlmv2 layoutxlm lfm2_moe moonshine_streaming nougat pe_audio_video pe_audio_video_encoder pe_video
     pe_video_encoder perception_lm pp_chart2table pp_chart2table_vision pp_ocrv5_server_det pp_ocrv6_medium_det
