@@ -94,7 +94,7 @@ check: $(VENV)/.all
 	$(BIN)/python -m pytest -q $(QUICK) --numprocesses $(JOBS) --dist worksteal; tests=$$?; \
 	wait $$types && exit $$tests
 
-test: lint $(VENV)/verl $(VENV)/llm-dequant $(VENV)/transformers4
+test: lint $(VENV)/verl $(VENV)/openrlhf $(VENV)/llm-dequant $(VENV)/transformers4
 	$(BIN)/python -m pytest -q --memory $(MEMORY) --numprocesses $(JOBS) --dist worksteal
 
 # Run it before and after a change that must not change results. REWRITE=--rewrite-golden records the current results.

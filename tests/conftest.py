@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -29,13 +30,17 @@ from tests.sampled import current_turn, defer_cases
 
 # Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, Ray must not
 # replace `print`, which tests of hostile pickles name, and torch.compile must not compile its headers beforehand, which
-# takes two minutes and 3 GB.
+# takes two minutes and 3 GB. What DeepSpeed compiles is kept with its torch.
+_EXTENSIONS = Path(sys.prefix, "torch_extensions")
+_COMPILING = 600
+"""Seconds after which a lock of torch's compiler is left from a process that was killed; others wait for it forever."""
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_TQDM_PATCH_PRINT": "0",
     "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    "TORCH_EXTENSIONS_DIR": str(_EXTENSIONS),
 }.items():
     os.environ.setdefault(_name, _value)
 # A shell without job control starts what is followed by `&` with Ctrl-C ignored, and so would every program here.
@@ -173,6 +178,15 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = config.stash[_TEMPORARY] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tx-")
     if (cap := config.getoption(MEMORY)) is not None:
         config.pluginmanager.register(MemoryMeter("TMPDIR", folder, cap))
+    _unlock_extensions()
+
+
+def _unlock_extensions() -> None:
+    """Remove the locks of compilers that were killed."""
+    for lock in _EXTENSIONS.glob("*/lock"):
+        with suppress(FileNotFoundError):  # it may have been a living one after all
+            if time.time() - lock.stat().st_mtime > _COMPILING:
+                lock.unlink()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -1,8 +1,8 @@
 """OpenRLHF's own actors send weights with the trainer of the example: its policy under ZeRO-3 on two ranks, and the
 methods of its vLLM workers, over Ray.
 
-One job runs for all tests here, see `openrlhf_update`. Without OpenRLHF's folder they skip; with
-`NEEDS_OPENRLHF` set they fail. `make test` does not install it.
+One job runs for all tests here, see `openrlhf_update`. Without OpenRLHF's folder they skip; with `CI` or
+`NEEDS_OPENRLHF` set they fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("openrlhf_update.py")
 PACKAGES = Path(os.environ.get("OPENRLHF_PACKAGES", f"{sys.prefix}/openrlhf"))
 """The folder into which `make` installs OpenRLHF without its dependencies."""
-NEEDED = "NEEDS_OPENRLHF" in os.environ
+NEEDED = "CI" in os.environ or "NEEDS_OPENRLHF" in os.environ
 ENGINES = (0, 1)
 SECONDS = 600
 Tensors = dict[str, torch.Tensor]
