@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ _HUB, _SAME_NAMES = "hf", "identity"
 """The dialect of hubs, and the one that keeps all tensor names."""
 _TIMEOUT = 300.0
 _CPU = torch.device("cpu")
+_NO_WEIGHTS = "Pass all weights of the trainer; an iterator that was used before has none left."
 _TWICE = "Give each parameter of the trainer's model a name of its own."
 
 
@@ -263,7 +265,7 @@ class CheckpointEngine:
             shares: the buckets of the trainer, and what this rank sends of each; empty on the workers of rollouts.
             device: device of the yielded tensors.
         """
-        while True:
+        for number in count():
             share: _Share | None = None
             with world.together():
                 share = next(shares, None)
@@ -271,6 +273,8 @@ class CheckpointEngine:
             if len(set(contents)) > 1:
                 raise refuse("AMBIGUOUS", "the ranks of the trainer have different weights", hint=self.order_hint)
             if contents[0] is None:
+                if not number:
+                    raise refuse("MISSING_TENSOR", f"{self.program} passed no weights to send", hint=_NO_WEIGHTS)
                 return
             state = {} if share is None else share.tensors
             yield from named_tensors(

@@ -126,6 +126,8 @@ def _updates(rank: int, world: int) -> tuple[dict[str, tuple[Tensors, str]], lis
     joined.append(engine.prepare()["joined"])
     steps["same group"] = update(connect(engine), _gather(model, 1.5))
     joined.append(engine.prepare()["joined"])
+    steps["no weights"] = update(engine, iter(()))
+    connect(engine)
     other = [("a", torch.ones(4)), ("b" if rank else "c", torch.ones(4))]
     steps["other names"] = update(engine, iter(other))
     steps["cast"] = update(connect(create(timeout=60, dtype="bf16")), _gather(model))
@@ -145,6 +147,7 @@ def test_rollouts_get_the_tensors_of_a_hub_and_failures_reach_every_rank() -> No
         "one rollout": (largest, ""),
         "both": (plain, ""),
         "same group": (larger, ""),
+        "no weights": (nothing, "NeMo-RL passed no weights"),
         "other names": (nothing, "different weights"),
         "cast": (nothing, "dtype: NeMo-RL has already gathered"),
     }
