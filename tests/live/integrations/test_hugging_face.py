@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import dropout
 
 import transaxle as tx
+from tests.cli.running import flip
 from tests.formats.s3_server import Bucket, reach_s3
 from tests.live.ranks import run
+from tests.live.refusals import refused
 from tests.live.sweeps.test_sweep_optimizers import imported
 from tests.live.topologies import FSDP, LLAMA, MOE, build, full
 from tests.live.training.test_training_state import Loader
@@ -303,6 +305,11 @@ def _fetched(rank: int, world: int, folder: str) -> None:
         trainer.train()
         losses = _losses(trainer)
         shutil.rmtree(url / "checkpoint-4")
+        flip(url / "checkpoint-2" / "model.safetensors", -1)
+        with refused("CORRUPT", "model.safetensors"):
+            callback.fetch(out)
+        assert list(out.iterdir()) == []
+        flip(url / "checkpoint-2" / "model.safetensors", -1)
         fetched = callback.fetch(out)
         assert fetched == str(out / "checkpoint-2")
         assert callback.fetch(out) == fetched

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import transaxle as tx
+from tests.cli.running import flip
 from tests.live.ranks import run
 from tests.live.refusals import refused
 from tests.live.topologies import full, same
@@ -138,6 +139,17 @@ def test_a_run_resumes_as_with_lightnings_own_checkpoints(tmp_path: Path, backgr
     assert all(torch.equal(tensor, found[name]) for name, tensor in module.state_dict().items())
     kept = {path.name for path in (tmp_path / "ours").iterdir()}
     assert kept == {path.name for path in (tmp_path / "own").iterdir()} == {f"epoch={n}.ckpt" for n in (1, 2, 3)}
+
+
+def test_a_damaged_state_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    _fit(tmp_path, 1, True)
+    checkpoint = tmp_path / "epoch=0.ckpt"
+    with tx.open(checkpoint) as stored:
+        name = next(name for name in stored if name.endswith("exp_avg"))
+        (extent,) = stored.container.entries[name].extents
+    flip(checkpoint / extent.file, extent.offset + 2)
+    with refused("CORRUPT", tensors=[name]):
+        tx.LightningCheckpoints(_module()).load_checkpoint(checkpoint)
 
 
 class _Counting(nn.Module):

@@ -25,10 +25,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from transaxle.arguments import Axes, Config, PathLike, Size, read_flag, read_path, suggests, wrong_type
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.registry import MANIFEST
 from transaxle.formats.storage.storage import is_url, parse_json
-from transaxle.formats.store.staging import as_local_path, storage_at
+from transaxle.formats.store.staging import as_local_path
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.extra_state import FILE, Random, Stateful
 from transaxle.live.integrations.step_checkpoints import (
@@ -43,6 +44,7 @@ from transaxle.live.integrations.step_checkpoints import (
 )
 from transaxle.live.load import load
 from transaxle.live.save import SAVING, check_options, check_savable, save
+from transaxle.live.source_check import SourceCheck
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors import Ranks, read_group, unwrap
@@ -376,20 +378,23 @@ def _copy_weights(place: str, folder: Path) -> None:
     """Copy the files of a checkpoint that contain the model's weights, but not the files of the optimizer.
 
     Raises:
-        Refused: with code UNSUPPORTED, if the checkpoint has no safetensors files; with code CORRUPT, if it changes
-            while it is copied.
+        Refused: with code UNSUPPORTED, if the checkpoint has no safetensors files; with code CORRUPT, if it is damaged,
+            or changes while it is copied.
         StorageError: with code IO, if files cannot be read or written.
     """
-    storage = storage_at(place)
-    names = [name for name in storage.listing("").names if name not in (MANIFEST, FILE)]
-    if not any(name.endswith(_WEIGHTS) for name in names):
-        hint = f'Convert it:  tx.convert("{place}", "{folder.parent}/checkpoint-N", to="hf")'
-        raise refuse("UNSUPPORTED", "a Trainer reads safetensors files, and there are none", file=place, hint=hint)
-    for name in names:
-        size = storage.size(name)
-        with (folder / name).open("wb") as file:
-            for start in range(0, size, _BLOCK):
-                file.write(storage.read(name, start, min(_BLOCK, size - start)))
+    with open_checkpoint(place) as checkpoint:
+        storage = checkpoint.container.storage
+        names = [name for name in storage.listing("").names if name not in (MANIFEST, FILE)]
+        if not any(name.endswith(_WEIGHTS) for name in names):
+            hint = f'Convert it:  tx.convert("{place}", "{folder.parent}/checkpoint-N", to="hf")'
+            raise refuse("UNSUPPORTED", "a Trainer reads safetensors files, and there are none", file=place, hint=hint)
+        check = SourceCheck(checkpoint, World.alone(), is_enabled=True)
+        for name in names:
+            size = storage.size(name)
+            with (folder / name).open("wb") as file:
+                for start in range(0, size, _BLOCK):
+                    file.write(storage.read(name, start, min(_BLOCK, size - start)))
+        check.finish()
 
 
 _BEST = "transaxle_best"

@@ -36,6 +36,7 @@ from transaxle.live.integrations.step_checkpoints import read_stored, remove
 from transaxle.live.load import load
 from transaxle.live.model.state_tensors import State, as_tensor
 from transaxle.live.save import SAVING, check_options, save
+from transaxle.live.source_check import SourceCheck
 from transaxle.live.transport.world import World
 from transaxle.options import SHARD_SIZE, select
 from transaxle.torch_tensors import local_of, same_bytes, torch_dtype, unwrap
@@ -375,7 +376,7 @@ class LightningCheckpoints:
             weights_only: ignored; reading a checkpoint never runs code.
 
         Raises:
-            TransaxleError: if the checkpoint is incomplete, or was not written by Transaxle.
+            TransaxleError: if the checkpoint is incomplete or damaged, or was not written by Transaxle.
         """
         self._wait()
         place, receiver = read_path("path", path), _EntryReceiver()
@@ -395,11 +396,13 @@ class LightningCheckpoints:
             result = {_WEIGHTS: _rename(shown, {**extra, **weights}, ""), **receiver.entries}
             if averaged:
                 result[_TRAINED] = _rename(shown, weights, _BEFORE)
+            check = SourceCheck(checkpoint, World.alone(), is_enabled=True)
             for state in result.get(_OPTIMIZERS, ()):
                 for name, values in zip(state.pop("names"), state[_STATE].values(), strict=True):
                     for key in (key for key, value in values.items() if value is None):
                         entry = f"optim/{name}/{key}"
                         values[key] = as_tensor(entry, checkpoint[entry].read())
+            check.finish()
         return result
 
     def _load_parts(self, place: str) -> dict[str, Any]:
