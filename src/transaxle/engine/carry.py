@@ -23,7 +23,7 @@ import msgspec
 from transaxle.encodings.encoding import Error
 from transaxle.encodings.value_steps import MEASURED_BY_READING, MeasuredTensor, RecodedTensor
 from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Grafted, Manifest, TensorRecord, encode
-from transaxle.engine.checkpoint.source_hashes import UNCHECKED, HashWitness, hash_evidence
+from transaxle.engine.checkpoint.source_hashes import UNCHECKED, HashWitness, damage_first, hash_evidence
 from transaxle.engine.duplicates import PlannedCheck, compare_copies
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Plan, PlannedTensor
@@ -86,7 +86,9 @@ def whole_plan(plan: Plan) -> PlanPart:
     return PlanPart(tensors=plan.tensors, checks=plan.checks, measures=measures)
 
 
-def prove(part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *, allow_lossy: bool) -> Errors:
+def prove(
+    part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *, allow_lossy: bool, is_checked: bool
+) -> Errors:
     """Measure the errors of a part of a plan, and check that copies of a tensor are equal. Decoded and cast tensors are
     read once for this step.
 
@@ -96,18 +98,21 @@ def prove(part: PlanPart, storage: Storage, recoding: Recoding, limit: Limits, *
         recoding: the source's tensors with computed (decoded, cast or merged) values.
         limit: number of worker threads, and memory of their buffers.
         allow_lossy: whether values may become infinite; if False, infinite values are refused.
+        is_checked: whether the source is checked against its hashes.
 
     Returns:
         The errors of the decoded, cast and merged tensors.
 
     Raises:
-        Refused: with code LOSSY, if values become infinite; with code UNEQUAL_COPIES, if copies of a tensor differ.
+        Refused: with code LOSSY, if values become infinite; with code UNEQUAL_COPIES, if copies of a tensor differ;
+            with code CORRUPT, if damage is the reason.
     """
-    errors = measure(recoding, part.measures, limit)
-    if not allow_lossy:
-        refuse_infinite(errors, recoding.dtype)
-    if part.checks and (differing := compare_copies(part.checks, storage, limit)):
-        raise gathered(differing)
+    with damage_first(storage, recoding, is_checked=is_checked):
+        errors = measure(recoding, part.measures, limit)
+        if not allow_lossy:
+            refuse_infinite(errors, recoding.dtype)
+        if part.checks and (differing := compare_copies(part.checks, storage, limit)):
+            raise gathered(differing)
     return errors
 
 
@@ -116,11 +121,12 @@ def require_finite(prepared: Prepared, steps: Iterable[RecodedTensor], limit: Li
     are read.
 
     Raises:
-        Refused: with code LOSSY, and every tensor that has such values.
+        Refused: with code LOSSY, and every tensor that has such values; with code CORRUPT, if damage is the reason.
     """
     if not prepared.plan.allow_lossy:
-        recoding = prepared.checkpoint.container.recoding
-        refuse_infinite(measure(recoding, steps, limit), recoding.dtype)
+        container = prepared.checkpoint.container
+        with damage_first(container.storage, container.recoding, is_checked=prepared.check_source):
+            refuse_infinite(measure(container.recoding, steps, limit), container.recoding.dtype)
 
 
 def carry(
@@ -335,9 +341,11 @@ def seal(
             match its own hashes.
         StorageError: with code IO or NO_SPACE, if files cannot be read or written.
     """
-    plan, storage = prepared.plan, prepared.checkpoint.container.storage
+    plan, container = prepared.plan, prepared.checkpoint.container
+    storage, recoding = container.storage, container.recoding
     if measured and not plan.allow_lossy:
-        refuse_infinite(measured, prepared.checkpoint.container.recoding.dtype)
+        with damage_first(storage, recoding, is_checked=prepared.check_source):
+            refuse_infinite(measured, recoding.dtype)
     copied = carry(plan.carried_files, storage, files, limit, span_size=WHOLE) if files.single is None else {}
     recheck(prepared)
     hashes = {name: hashed.hash for name, hashed in tensors.items()}
@@ -497,7 +505,7 @@ class Report:
     source_against: str = "structure"
     """Evidence against which the source's bytes were checked: `manifest` for hashes in transaxle.json; `digests` for
     hashes stored in a single file; `structure` if the source has no hashes, so that only the checksums of its file
-    format reveal damage; `unchecked` if `check_source` was False.
+    format reveal damage; `unchecked` if `check_source` was False. It is the weakest of source, adapter and base.
     """
     check: Any = None
     """If the user asked for it, the verdict on a program that is to load the result, a `transaxle.Check`."""

@@ -437,16 +437,17 @@ def execute(
         prepared, target, overwrite=overwrite, resume=resume, running=True, limit=limit, progress=progress
     )
     plan, container = require_ready(cleared), prepared.checkpoint.container
-    storage, recoding = container.storage, container.recoding
+    storage, recoding, is_checked = container.storage, container.recoding, prepared.check_source
     limit, part = (limit or limits()).with_min_block(plan.band), whole_plan(plan)
     if cleared.finished:
-        measured = prove(PlanPart(measures=part.measures), storage, recoding, limit, allow_lossy=plan.allow_lossy)
+        part = PlanPart(measures=part.measures)
+        measured = prove(part, storage, recoding, limit, allow_lossy=plan.allow_lossy, is_checked=is_checked)
         recheck(prepared)
         resumed, changed = len(plan.tensors), value_errors(prepared, cleared.errors, measured)
         single = is_one_file(target) if takes_parts(target) else not Path(target).is_dir()
         leftovers = clean_target(target)
     else:
-        measured = prove(part, storage, recoding, limit, allow_lossy=plan.allow_lossy)
+        measured = prove(part, storage, recoding, limit, allow_lossy=plan.allow_lossy, is_checked=is_checked)
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
             resumed, changed = _write(cleared, staging, limit, progress, measured, times)

@@ -32,6 +32,7 @@ import numpy as np
 from transaxle.encodings.encoding import Role
 from transaxle.encodings.value_steps import MEASURED_BY_READING, RecodedTensor
 from transaxle.engine.carry import measure_amaxes, recheck, require_finite
+from transaxle.engine.checkpoint.source_hashes import damage_first
 from transaxle.engine.duplicates import compare_copies
 from transaxle.engine.execute import check_source, watch_source
 from transaxle.engine.plan.conversion import Prepared
@@ -122,8 +123,9 @@ class PlannedFiles:
             raise gathered(problems)
         watch_source(prepared)
         plan, storage = prepared.plan, self._container.storage
-        if plan.checks and (differing := compare_copies(plan.checks, storage, self._limit)):
-            raise gathered(differing)
+        with damage_first(storage, self._container.recoding, is_checked=prepared.check_source):
+            if plan.checks and (differing := compare_copies(plan.checks, storage, self._limit)):
+                raise gathered(differing)
         self._tensors = (*plan.tensors, *plan.carried_files)
         self._sections = _sections(prepared, self._tensors)
         self._workers: SimpleQueue[Worker] = SimpleQueue()

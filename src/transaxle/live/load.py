@@ -30,6 +30,7 @@ from transaxle.arguments import (
     suggests,
 )
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike, StoredTensor
+from transaxle.engine.checkpoint.source_hashes import damage_first
 from transaxle.engine.duplicates import PlannedCheck, compare_copies, plan_checks
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import nbytes
@@ -148,7 +149,7 @@ def load(
             )  # fmt: skip
         with clock.stage("check"):
             source_check = SourceCheck(checkpoint, world, is_enabled=check_source)
-            _check_copies(plan, world, jobs)
+            _check_copies(plan, world, jobs, is_checked=check_source)
         with world.together():
             filling = Filling(plan, meta_device)
             movement = _movement(plan, filling, limit, world, once=broadcast_replicated)
@@ -400,16 +401,17 @@ def _list_conversions(planned: Mapping[str, Conversion], filling: Filling, world
     )
 
 
-def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
+def _check_copies(plan: LoadPlan, world: World, jobs: int | None, *, is_checked: bool) -> None:
     """Compare stored copies of a tensor, and stored tensors that are a single tensor in the model; one rank compares
     each pair. All ranks must call this function.
 
     Raises:
-        Refused: raised on every rank, with code UNEQUAL_COPIES.
+        Refused: raised on every rank, with code UNEQUAL_COPIES; with code CORRUPT, if damage is the reason.
     """
-    with world.together():
+    checkpoint = plan.view.checkpoint
+    storage, recoding = checkpoint.container.storage, checkpoint.container.recoding
+    with world.together(), damage_first(storage, recoding, is_checked=is_checked):
         problems: list[Refusal] = []
-        checkpoint = plan.view.checkpoint
         checks: list[PlannedCheck] = []
         for first, second in sorted(plan.same_memory):
             first_target, second_target = plan.targets[first], plan.targets[second]
@@ -424,7 +426,7 @@ def _check_copies(plan: LoadPlan, world: World, jobs: int | None) -> None:
         if not checks and not problems:
             return
         place = world.ranks.index(world.rank)
-        problems += compare_copies(checks[place :: world.size], checkpoint.container.storage, limits(jobs))
+        problems += compare_copies(checks[place :: world.size], storage, limits(jobs))
         if problems:
             raise gathered(problems)
 

@@ -2,8 +2,8 @@
 
 Ranks often read a part of a tensor each, and a hash is that of the whole tensor. Therefore the ranks first combine what
 they have read. A tensor that they have read completely is compared with its hash: by the rank that has read all of it,
-while it did so, or else by one rank, which reads it a second time. A tensor of which all ranks together need only a
-part is not compared, because the rest of it would have to be read for that; the report names it.
+while it did so, or else by one rank, which reads it a second time. A tensor of which all ranks together need less than
+half is not compared, because the rest of it would have to be read for that; the report names it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SourceCheck:
     Attributes:
         against: what the bytes are compared with: `manifest`, `digests`, `structure` or `unchecked`.
         partly_read: names of the tensors that have a hash, but were not compared with it, because the ranks have read
-            only parts of them; empty before `finish`.
+            less than half of them; empty before `finish`.
 
     Raises:
         Refused: raised on every rank with code CORRUPT, if files do not match their hashes outside their tensors.
@@ -102,11 +102,11 @@ def _refuse_changed_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_hashes(storage: Storage, world: World) -> tuple[str, ...]:
-    """Compare each tensor that the ranks together have read completely with its hash; all ranks must call this
+    """Compare each tensor of which the ranks together have read half or more with its hash; all ranks must call this
     function.
 
     Returns:
-        the names of the tensors that were read in part.
+        the names of the tensors of which less was read.
 
     Raises:
         Refused: raised on every rank with code CORRUPT, if a tensor does not match its hash.
@@ -118,11 +118,11 @@ def _check_hashes(storage: Storage, world: World) -> tuple[str, ...]:
     reads = [bytes_read for bytes_read in of_all_ranks if bytes_read is not None]
     if witness is None or len(reads) < world.size:
         return ()  # the source has no hashes, and all ranks come to the same result
-    read_whole = witness.read_whole(reads)
-    unproved = [number for number, whole in read_whole.items() if whole]
+    read_mostly = witness.read_mostly(reads)
+    unproved = [number for number, mostly in read_mostly.items() if mostly]
     with world.together():
         witness.compare(unproved[world.ranks.index(world.rank) :: world.size])
-    return tuple(witness.name_of(number) for number, whole in read_whole.items() if not whole)
+    return tuple(witness.name_of(number) for number, mostly in read_mostly.items() if not mostly)
 
 
 def _check_sums(storage: Storage, world: World) -> None:

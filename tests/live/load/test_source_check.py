@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
@@ -15,12 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import transaxle as tx
 from tests.cli.running import flip
-from tests.engine.checkpoint.test_source_hashes import middles
+from tests.engine.checkpoint.test_source_hashes import ADAPTER, middles
 from tests.live import topologies
 from tests.live.ranks import run
 from tests.live.refusals import refused
-from tests.live.topologies import ALONE, FSDP, FSDP_TP, MOE, TP, build
+from tests.live.topologies import ALONE, FSDP, FSDP_TP, LLAMA, MOE, TP, build
 from transaxle.formats.registry import MANIFEST
+from transaxle.live.integrations.pretrained import GENERATION
 from transaxle.torch_tensors import Part, mark
 
 FORMS = ("hf", "dcp:torchtitan", "torch:automodel", "megatron_torch")
@@ -182,5 +187,94 @@ def test_a_part_of_a_tensor_is_not_compared_and_the_report_names_it(tmp_path: Pa
             report = tx.load(state, tmp_path / "source")
         assert (report.source_against, report.partly_read) == ("manifest", ("b",))
         assert state["b"].equal(whole["b"][:24])
+        assert ("1 not compared with their hashes" in str(report)) == bool(report.partly_read)
     with damaged(tmp_path / "source", "a"), refused("CORRUPT", tensors=["a"]):
         tx.load(state, tmp_path / "source")
+
+
+def test_padding_that_a_model_lacks_hides_no_damage(hub_folder: Path, tmp_path: Path) -> None:
+    source = convert(hub_folder, tmp_path / "source", "vllm_sharded")  # the vocabulary of 96 is padded to 128
+    assert tx.load(empty_state(), source).partly_read == ()
+    with tx.open(source) as checkpoint:
+        (extent,) = checkpoint.container.entries["lm_head.weight"].extents
+        assert checkpoint["lm_head.weight"].shape == (128, 32)
+    flip(source / extent.file, extent.offset + 5)
+    with refused("CORRUPT", tensors=["lm_head.weight"]):
+        tx.load(empty_state(), source)
+
+
+def test_damage_of_one_copy_is_no_difference_between_copies(tmp_path: Path) -> None:
+    """Who removes the copy that is called outdated could remove the intact one."""
+    model = build({**LLAMA, "tie_word_embeddings": True}, ALONE, meta=False)
+    (tmp_path / "config.json").write_text(model.config.to_json_string(use_diff=False))
+    torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "both.pt")
+    source, config = tmp_path / "source", tmp_path / "config.json"
+    tx.convert(tmp_path / "both.pt", source, to="safetensors:identity", sync=False)
+    dialect: dict[str, Any] = {"to": "torchtitan", "config": config}
+    ways: list[Callable[[], object]] = [
+        lambda: tx.load(model, source),
+        lambda: tx.from_pretrained(AutoModelForCausalLM, source, config=config),
+        lambda: tx.convert(source, tmp_path / "out", sync=False, **dialect),
+        lambda: tx.serve(source, **dialect).close(),
+    ]
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        with damaged(source, name):
+            for way in ways:
+                with refused("CORRUPT", tensors=[name]):
+                    way()
+            with pytest.raises(CheckpointException, match="CORRUPT"):
+                load(model.state_dict(), storage_reader=tx.dcp.Reader(source, "transformers", config=config))
+            with tx.open(source) as checkpoint:
+                with refused("CORRUPT", tensors=[name]):
+                    tx.load(model, checkpoint)
+                with refused("UNEQUAL_COPIES", tensors=["lm_head.weight"]):
+                    tx.load(model, checkpoint, check_source=False)
+    for way in ways:
+        way()
+
+
+def test_an_adapter_without_hashes_is_no_proof(hub_folder: Path, tmp_path: Path) -> None:
+    base, adapter = convert(hub_folder, tmp_path / "base", "hf"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({**ADAPTER, "layers_to_transform": [0]}))
+    with tx.open(base) as checkpoint:
+        name = "model.layers.0.self_attn.q_proj.weight"
+        rows, columns = checkpoint[name].shape
+    factors = {"lora_A": torch.randn(2, columns), "lora_B": torch.randn(rows, 2)}
+    prefix = f"base_model.model.{name.removesuffix('.weight')}"
+    save_file(
+        {f"{prefix}.{factor}.weight": tensor for factor, tensor in factors.items()},
+        adapter / "adapter_model.safetensors",
+    )
+    tx.convert(adapter, tmp_path / "own", to="identity", sync=False)
+    for path, against in ((adapter, "structure"), (tmp_path / "own", "manifest")):
+        with tx.open(base, merge=path) as checkpoint:
+            assert tx.load(empty_state(), checkpoint).source_against == against
+        assert tx.convert(base, tmp_path / against, to="hf", merge=path, sync=False).source_against == against
+
+
+def test_a_damaged_generation_config_is_refused(hub_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(hub_folder, tmp_path / "hub")
+    (tmp_path / "hub" / GENERATION).write_text('{"temperature": 0.6, "top_p": 0.9}')
+    source = convert(tmp_path / "hub", tmp_path / "source", "hf")
+    file = source / GENERATION
+    text = file.read_text()
+
+    def temperature(*, check_source: bool = True) -> float:
+        model = tx.from_pretrained(AutoModelForCausalLM, source, check_source=check_source)
+        value = model.generation_config.temperature
+        assert isinstance(value, float)
+        return value
+
+    assert temperature() == 0.6
+    file.write_text(text.replace("0.6", "0.7"))
+    with refused("CORRUPT", GENERATION):
+        temperature()
+    assert temperature(check_source=False) == 0.7
+    file.write_text(text.replace("0.6", "0.75"))
+    assert temperature() == 0.75, "an edited file has another length"
+    (source / MANIFEST).unlink()
+    for no_json in (b"[1]", b"{", b"\xff\xfe"):
+        file.write_bytes(no_json)
+        with refused("CORRUPT", GENERATION):
+            temperature()

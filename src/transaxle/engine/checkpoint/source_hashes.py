@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from threading import Lock, get_ident
@@ -23,8 +24,8 @@ from transaxle.axes.layout.relayout import identity_target, is_one_run
 from transaxle.engine.checkpoint.manifest import IN_SPANS, Manifest, describe_change, has_manifest, load, stale
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.source import Source
-from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.catalog import Container, Entry, Seal, digest_outside, read_digest
+from transaxle.errors import Refusal, Refused, TransaxleError, Where, gathered
+from transaxle.formats.catalog import Container, Entry, Recoding, Seal, digest_outside, read_digest
 from transaxle.formats.registry import MANIFEST, is_for_people, is_for_use, join_names
 from transaxle.formats.storage.copier import Steps
 from transaxle.formats.storage.storage import NotJsonError, Overlay, Storage, layer, parse_json
@@ -42,8 +43,14 @@ _ONE_RUN, _INTERLEAVED = -1, -2
 """Places of a strided piece of a tensor, which has no single offset in the tensor: one run of bytes in the file, or
 several.
 """
+_SHARE = 2
+"""A load that needs 1/`_SHARE` of a tensor's bytes, or more, reads the rest too to compare the tensor with its hash, so
+tensors with padding that the model lacks are compared.
+"""
 UNCHECKED = "unchecked"
 """What a report says a source was checked against, if it was not checked."""
+_EVIDENCE = ("structure", "digests", "manifest")
+"""What a report says a source was checked against, if it was checked; from the weakest evidence to the strongest."""
 _INTACT = "What is made of damaged bytes is damaged too: use an intact copy."
 _NO_CHECK = "pass --no-check-source (check_source=False)"
 _MEANT = f"{_INTACT} If the change is intended, {_NO_CHECK}, or delete {MANIFEST}."
@@ -255,8 +262,9 @@ class HashWitness(Overlay):
             sizes |= {number: self._records[number].size for number in self._uncounted - self._settled}
             return BytesRead(tuple(sorted(self._settled)), sizes)
 
-    def read_whole(self, of_all: Sequence[BytesRead]) -> dict[int, bool]:
-        """Return the number of each tensor that is not yet compared with its hash -> whether all of it was read.
+    def read_mostly(self, of_all: Sequence[BytesRead]) -> dict[int, bool]:
+        """Return the number of each tensor that was read, but not yet compared with its hash -> whether at least
+        1/`_SHARE` of it was read.
 
         Args:
             of_all: what each process has read.
@@ -266,7 +274,7 @@ class HashWitness(Overlay):
             totals.update(of_process.sizes)
         for number in chain.from_iterable(of_process.compared for of_process in of_all):
             totals.pop(number, None)
-        return {number: totals[number] >= self._records[number].size for number in sorted(totals)}
+        return {number: totals[number] * _SHARE >= self._records[number].size for number in sorted(totals)}
 
     def compare(self, numbers: Sequence[int]) -> None:
         """Read tensors and compare them with their hashes; forget what else was read.
@@ -458,13 +466,17 @@ def has_hashes(container: Container) -> bool:
 
 
 def hash_evidence(container: Container) -> str:
-    """Return where the hashes of all tensors are recorded: `manifest` or `digests`; `structure` means that there are no
-    hashes.
+    """Return where the hashes of all tensors of a checkpoint, its adapter and its base are recorded: `manifest` or
+    `digests`; `structure` means that one of these has no hashes.
 
     Raises:
         Refused: any refusal that `HashWitness.manifest` raises.
         StorageError: with code IO, if the manifest cannot be read.
     """
+    return min(map(_evidence_of, containers_of(container)), key=_EVIDENCE.index)
+
+
+def _evidence_of(container: Container) -> str:
     witness = layer(container.storage, HashWitness)
     if witness is None or witness.container is None:
         return "structure"
@@ -475,7 +487,9 @@ def hash_evidence(container: Container) -> str:
     return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"
 
 
-def problems_of(storage: Storage, *, copies_about_use: bool, config_given: bool) -> Iterator[Refusal]:
+def problems_of(
+    storage: Storage, *, copies_about_use: bool, config_given: bool, files: Collection[str] | None = None
+) -> Iterator[Refusal]:
     """Yield problems of a source's bytes outside its tensors, and of its list of files.
 
     Args:
@@ -483,6 +497,7 @@ def problems_of(storage: Storage, *, copies_about_use: bool, config_given: bool)
         copies_about_use: whether files that only concern the use of the model (tokenizer, chat template) are copied
             too; if not, their content is not checked.
         config_given: whether the user gave a config; if so, the source's own config is not checked.
+        files: names of the files to check, which contain no tensors; None means all files.
     """
     witness = layer(storage, HashWitness)
     if witness is None or witness.container is None:
@@ -490,8 +505,8 @@ def problems_of(storage: Storage, *, copies_about_use: bool, config_given: bool)
     container, manifest = witness.container, None
     try:
         manifest = witness.manifest
-        problems = [] if manifest is None else stale(manifest, container)
-        if manifest is None:
+        problems = [] if manifest is None else stale(manifest, container, files)
+        if manifest is None and files is None:
             problems += [problem for seal in container.seals for problem in check_rest(seal, container)]
     except TransaxleError as error:
         problems = list(error.refusals)
@@ -547,6 +562,29 @@ def containers_of(container: Container) -> Iterator[Container]:
     """Yield the containers whose bytes a checkpoint has: its own, and that of an adapter or a base."""
     yield container
     yield from container.recoding.additional.values()
+
+
+@contextmanager
+def damage_first(storage: Storage, recoding: Recoding, *, is_checked: bool) -> Iterator[None]:
+    """Refuse damaged tensors instead of what the block refuses, since damage may explain it: of two copies that differ,
+    one may be damaged. Only tensors that were read are compared with their hashes.
+
+    Args:
+        storage: storage of the source.
+        recoding: the source's `Recoding`, which has its adapter or base.
+        is_checked: whether to compare anything; if True, `watch_hashes` was called before.
+
+    Raises:
+        Refused: with code CORRUPT, if tensors do not match their hashes; else what the block raises.
+    """
+    try:
+        yield
+    except Refused:
+        storages = [storage, *(container.storage for container in recoding.additional.values())]
+        for witness in [layer(files, HashWitness) for files in storages if is_checked]:
+            if witness is not None:
+                witness.compare(tuple(witness.reads().sizes))
+        raise
 
 
 def watch_hashes(storage: Storage) -> None:

@@ -190,10 +190,10 @@ def _do_part(
     progress: Progress,
 ) -> ItemResult:
     start_time = time.monotonic()
-    measured = prove(part, storage, recoding, limit, allow_lossy=True)
+    is_checked = plan.order.check_source
+    measured = prove(part, storage, recoding, limit, allow_lossy=True, is_checked=is_checked)
     finished = carry(part.tensors, storage, files, limit, progress=progress)
     sums, hashes = layer(storage, Witness), layer(storage, HashWitness)
-    is_checked = plan.order.check_source
     tallies = sums.take_tallies() if sums is not None and is_checked else {}
     proved = hashes.take_proved() if hashes is not None and is_checked else ()
     if is_checked:

@@ -56,6 +56,7 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, open_checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import settings as reading_settings
+from transaxle.engine.checkpoint.source_hashes import damage_first
 from transaxle.engine.duplicates import compare_copies, plan_checks
 from transaxle.engine.plan.conversion import parse_to
 from transaxle.engine.views.decoded import rename_groups
@@ -230,9 +231,9 @@ class Reader(StorageReader):
         with world.together():
             targets = [planner.resolve_tensor(item).detach() for item in boxes]
             problems = [*_find_misplaced(planner, boxes), *self._find_unlike(boxes, targets)]
-            problems += self._find_unequal(checkpoint, world) if not problems else ()
             if problems:
                 raise gathered(problems)
+            self._refuse_unequal(checkpoint, world)
         with world.together():
             self._read(checkpoint, boxes, targets)
         check.finish()
@@ -305,14 +306,21 @@ class Reader(StorageReader):
         """Return whether a name in the state dict is that of an optimizer's state."""
         return self._optimizer is not None and name.startswith(f"{_join(self._optimizer, _STATE)}.")
 
-    def _find_unequal(self, checkpoint: Checkpoint, world: World) -> list[Refusal]:
-        """Compare stored copies that must be equal; each rank compares its share of them."""
-        problems: list[Refusal] = []
+    def _refuse_unequal(self, checkpoint: Checkpoint, world: World) -> None:
+        """Compare stored copies that must be equal; each rank compares its share of them.
+
+        Raises:
+            Refused: with the code UNEQUAL_COPIES; with the code CORRUPT, if damage is the reason.
+        """
         if not checkpoint.checks and not checkpoint.container.twins:
-            return problems
-        checks = plan_checks(checkpoint.source, checkpoint.checks, problems)
-        share = checks[world.ranks.index(world.rank) :: world.size]
-        return problems + compare_copies(share, checkpoint.container.storage, limits(self._jobs))
+            return
+        problems: list[Refusal] = []
+        storage, recoding = checkpoint.container.storage, checkpoint.container.recoding
+        with damage_first(storage, recoding, is_checked=self._check_source):
+            checks = plan_checks(checkpoint.source, checkpoint.checks, problems)
+            problems += compare_copies(checks[world.ranks.index(world.rank) :: world.size], storage, limits(self._jobs))
+            if problems:
+                raise gathered(problems)
 
     def _open(self) -> Checkpoint:
         if self._checkpoint is None:

@@ -40,9 +40,10 @@ from transaxle.encodings.conventions.rewriting import without_quantization
 from transaxle.encodings.encoding import CASTS
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
+from transaxle.engine.checkpoint.source_hashes import problems_of
 from transaxle.engine.wording import plural
 from transaxle.errors import LACKING, Refusal, TransaxleError, gathered, refuse
-from transaxle.formats.storage.storage import parse_json
+from transaxle.formats.storage.storage import NotJsonError, parse_json
 from transaxle.live.load import load
 from transaxle.live.load_plan import open_source
 from transaxle.live.model.destination import OWN, SaveReport
@@ -128,6 +129,7 @@ def from_pretrained(
                 raise refuse(
                     "UNSUPPORTED", message, file=checkpoint.path, hint='Decode them: tx.open(path, decode="bf16").'
                 )
+            generation = _read_generation(checkpoint, check_source=check_source)
             stored_dtype = own_dtype or _dtype_of(checkpoint, settings)
             model = _build(model_class, settings, stored_dtype, attention, checkpoint.path)
         if tp_plan is not None or device_mesh is not None:
@@ -139,9 +141,8 @@ def from_pretrained(
             load(model, _without_ahead(checkpoint, world), device=place, dtype=OWN, check_source=check_source)
         except TransaxleError as error:
             raise gathered(_in_own_words(error.refusals)) from None
-        storage = checkpoint.container.storage
-        if GENERATION in checkpoint.container.carried and hasattr(model, "generation_config"):
-            _set_generation(model, storage.read(GENERATION, 0, storage.size(GENERATION)))
+    if generation is not None and hasattr(model, "generation_config"):
+        _set_generation(model, generation)
     return model.eval()
 
 
@@ -252,10 +253,33 @@ def _apply_plan(model: Any, plan: Mapping[str, str] | str | None, mesh: DeviceMe
     type(model).maybe_distribute_model(model, prepared, meshes)
 
 
-def _set_generation(model: Any, octets: bytes) -> None:
+def _read_generation(checkpoint: Checkpoint, *, check_source: bool) -> dict[str, Any] | None:
+    """Return the content of a checkpoint's generation config; None if it has none.
+
+    Raises:
+        Refused: with code CORRUPT, if the file is damaged; an edited one is read, as `convert` copies it.
+        StorageError: with code IO, if the file cannot be read.
+    """
+    container = checkpoint.container
+    if GENERATION not in container.carried:
+        return None
+    if check_source:
+        problems = problems_of(container.storage, copies_about_use=True, config_given=True, files=[GENERATION])
+        if damaged := [*problems]:
+            raise gathered(damaged)
+    try:
+        settings = parse_json(container.storage.read(GENERATION, 0, container.storage.size(GENERATION)).decode())
+    except (NotJsonError, UnicodeDecodeError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise refuse("CORRUPT", f"{GENERATION} is not a JSON object", file=checkpoint.path, hint="Mend or remove it.")
+    return settings
+
+
+def _set_generation(model: Any, settings: Mapping[str, Any]) -> None:
     from transformers import GenerationConfig
 
-    model.generation_config = GenerationConfig.from_dict(parse_json(octets.decode()))
+    model.generation_config = GenerationConfig.from_dict(dict(settings))
 
 
 @suggests

@@ -388,11 +388,12 @@ class LoadReport:
     """Names of parameters that require gradients but belong to none of the given optimizers."""
     source_against: str = "structure"
     """What the source's bytes were compared with: the hashes in its `manifest`, the `digests` in its files, only what
-    headers and checksums of the format reveal (`structure`), or nothing (`unchecked`).
+    headers and checksums of the format reveal (`structure`), or nothing (`unchecked`). It is the weakest of checkpoint,
+    adapter and base.
     """
     partly_read: tuple[str, ...] = ()
     """Stored names of the tensors that have a hash, but were not compared with it, because all ranks together have read
-    only parts of them.
+    less than half of them.
     """
     seconds: float = 0.0
     """Wall time of the load on this rank in seconds."""
@@ -412,6 +413,7 @@ class LoadReport:
             "padded": self.padded,
             "zeros": self.zeros,
             "converted": self.converted,
+            "not compared with their hashes": self.partly_read,
         }
         counts_shown = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)
         tensors = f"{plural(self.tensors, 'tensor')}, {self.states:,} of the optimizer{counts_shown}"
