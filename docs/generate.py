@@ -27,7 +27,18 @@ from transaxle.cli.command import COMMANDS, program, with_all_options
 from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.engine.moves import dialect_rows
 from transaxle.errors import CODES, refuse
-from transaxle.families import BLOCKS, GENERATED, INDEX, Entry, Tables, is_traced, read_all, spell_out, table_text
+from transaxle.families import (
+    BLOCKS,
+    GENERATED,
+    INDEX,
+    SKELETONS,
+    Entry,
+    Tables,
+    is_traced,
+    read_all,
+    spell_out,
+    table_text,
+)
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
@@ -286,8 +297,8 @@ def _json(content: bytes) -> str:
 
 
 def _data() -> dict[Path, str]:
-    """Return the files that follow from the tables: the two indices, and each table by hand spelled out."""
-    indices = {INDEX: _index(), BLOCKS: _tables().blocks}
+    """Return the files that follow from the tables: the indices, and each table by hand spelled out."""
+    indices = {INDEX: _index(), BLOCKS: _tables().blocks, SKELETONS: _tables().skeletons()}
     found = {FAMILIES / file: _json(msgspec.json.encode(content)) for file, content in indices.items()}
     for name, (family, file) in _tables().families.items():
         if not is_traced(file):

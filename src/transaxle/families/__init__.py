@@ -14,6 +14,8 @@ the family's name, never by tensor names alone.
 - `index.json`: for each family its file, the `model_type` values that select it, its dialects and axes, and the
   skeletons (names with each number replaced by 0) of each dialect's tensor names. A family's file is read only when it
   is needed.
+- `skeletons.json`: the skeletons of the tensor names of all dialects, by which families that cannot read a checkpoint
+  are skipped. It is read only if names alone do not select a family.
 - `blocks.json`: block -> file. A block is a list of statements that several families inherit, and is no family itself.
 
 `python docs/generate.py` generates the JSON files from the tables, and a test checks that they are up to date.
@@ -48,6 +50,7 @@ GENERATED = "generated"
 """Folder of generated files: indices, families with resolved inheritance, and tables derived by tracing."""
 INDEX = f"{GENERATED}/index.json"
 BLOCKS = f"{GENERATED}/blocks.json"
+SKELETONS = f"{GENERATED}/skeletons.json"
 TYPED = "typed"
 """Folder of hand-written tables that are selected only by `model_type` or family name, because many other models have
 the same tensor names but a different layout.
@@ -77,6 +80,17 @@ class Entry(msgspec.Struct, frozen=True):
     def traced(self) -> bool:
         """Whether the table was derived by tracing."""
         return is_traced(self.file)
+
+
+class Skeletons(msgspec.Struct, frozen=True):
+    """The tensor names that the shipped dialects read."""
+
+    dialects: tuple[tuple[str, str], ...]
+    """`(family name, label)` of each dialect."""
+    readers: dict[str, str]
+    """Skeleton -> positions in `dialects` of the dialects with such tensor names, separated by spaces."""
+    segments: int
+    """Largest number of segments, between dots, of a skeleton."""
 
 
 def is_traced(file: str) -> bool:
@@ -183,6 +197,36 @@ class Families(Mapping[str, Family]):
         for name_count, name in sorted(bounds, key=lambda bound: -bound[0]):
             yield name_count, self[name]
 
+    def most_names(self, skeletons: Mapping[str, int]) -> dict[tuple[str, str], int]:
+        """Return `(family name, dialect label)` -> upper bound of the number of tensor names that the dialect matches.
+
+        This includes families that names never select. Dialects that match no name are absent; a dialect of a user's
+        table or of an installed package may match all names.
+
+        Args:
+            skeletons: skeleton -> number of tensor names with this skeleton; the names may have a prefix that tables
+                lack.
+        """
+        index = _skeletons()
+        with_prefix: dict[tuple[str, str], int] = {}
+        for full_skeleton, count in skeletons.items():
+            start = len(full_skeleton)
+            for _ in range(index.segments):
+                start = full_skeleton.rfind(".", 0, start)
+                for position in index.readers.get(full_skeleton[start + 1 :], "").split():
+                    # All names of a checkpoint have one prefix, so names that need different ones do not add up.
+                    key = position, full_skeleton[: start + 1]
+                    with_prefix[key] = with_prefix.get(key, 0) + count
+                if start < 0:
+                    break
+        bounds: dict[tuple[str, str], int] = {}
+        for (position, _), count in with_prefix.items():
+            dialect = index.dialects[int(position)]
+            if dialect[0] in self.entries and dialect[0] not in self._own:
+                bounds[dialect] = max(bounds.get(dialect, 0), count)
+        total = sum(skeletons.values())
+        return bounds | {(name, label): total for name in self._own for label in self.entries[name].dialects}
+
 
 def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
     """Return the index entry of a family.
@@ -221,6 +265,19 @@ class Tables(msgspec.Struct, frozen=True):
     def index(self) -> dict[str, Entry]:
         """Return the contents of `index.json`."""
         return {name: entry_of(family, file) for name, (family, file) in self.families.items()}
+
+    def skeletons(self) -> Skeletons:
+        """Return the contents of `skeletons.json`."""
+        dialects = [(name, dialect) for name, (family, _) in self.families.items() for dialect in family.dialects]
+        readers: dict[str, list[str]] = {}
+        for position, (_, dialect) in enumerate(dialects):
+            for skeleton in dialect.by_skeleton:
+                readers.setdefault(skeleton, []).append(str(position))
+        return Skeletons(
+            tuple((name, dialect.label) for name, dialect in dialects),
+            {skeleton: " ".join(positions) for skeleton, positions in sorted(readers.items())},
+            max(skeleton.count(".") + 1 for skeleton in readers),
+        )
 
 
 def read_all() -> Tables:
@@ -263,6 +320,11 @@ def builtin() -> Families:
 def blocks() -> Mapping[str, str]:
     """Return block name -> file; a block is a list of statements that several shipped families inherit."""
     return msgspec.json.decode(_read_file(BLOCKS), type=dict[str, str])
+
+
+@cache
+def _skeletons() -> Skeletons:
+    return msgspec.json.decode(_read_file(SKELETONS), type=Skeletons)
 
 
 @cache

@@ -11,9 +11,10 @@ from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests import checkpoints
+from transaxle.axes.layout.bind import group, score
 from transaxle.engine.checkpoint.recognise import pick_family, recognise
 from transaxle.errors import Code
-from transaxle.families import builtin, with_rules
+from transaxle.families import Families, builtin, with_rules
 
 NAMES = tuple(checkpoints.shapes())
 CONFIG = checkpoints.CONFIG
@@ -255,3 +256,33 @@ def test_names_of_a_dialect_stay_in_it_whichever_model_has_them(family: str, tmp
     for to in ("hf", "safetensors:torchtitan@0.2", "dcp:megatron"):
         with refused("AMBIGUOUS", f"{family}:torchtitan@0.3", "config="):
             tx.plan(source, tmp_path / "out", to=to)
+
+
+def bounds_and_matches(families: Families, names: list[str]) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return family and dialect -> how many names it may read by the index, and how many it reads."""
+    grouped = group(names)
+    bounds = families.most_names({key: len(alike) for key, alike in grouped.items()})
+    return {
+        (name, dialect.label): (bounds.get((name, dialect.label), 0), score(grouped, dialect)[0])
+        for name in families.entries
+        for dialect in families[name].dialects
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", ["", "module.layers.3."])
+@pytest.mark.parametrize("source", ["qwen3_5_moe", "deepseek_v4", "sam3_tracker"])
+def test_no_table_reads_more_names_than_the_index_says(source: str, prefix: str) -> None:
+    """Tables are skipped, unread, whose bound is too small; so none may be too small, of any table."""
+    dialect = builtin()[source].dialects[0]
+    formatted = {line.name.format((at,) * len(line.name.holes)) for line in dialect.lines for at in range(2)}
+    names = [*(prefix + name for name in sorted(formatted)), "one.more.weight"]
+    found_bounds = bounds_and_matches(builtin(), names)
+    assert not {dialect: pair for dialect, pair in found_bounds.items() if pair[0] < pair[1]}
+    assert found_bounds[source, dialect.label] == (len(formatted), len(formatted))
+
+
+def test_tables_of_a_user_may_read_every_name() -> None:
+    """No index lists their names."""
+    families = with_rules(TWINS, "twins.rules")
+    assert families.most_names({"a": 2, "x.b": 1}) == {(name, "hf"): 3 for name in ("one", "two", "three")}

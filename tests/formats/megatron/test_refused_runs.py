@@ -16,7 +16,7 @@ import transaxle as tx
 from tests.formats.dcp.damage import MARKER, Evil
 from tests.formats.refusals import refuses
 from tests.oracles import hub
-from transaxle.engine.checkpoint.recognise import check_same
+from transaxle.engine.checkpoint.stored_names import check_same
 from transaxle.errors import Code, TransaxleError
 
 TRACKER, METADATA, COMMON, BACKEND = "latest_checkpointed_iteration.txt", ".metadata", "common.pt", "metadata.json"

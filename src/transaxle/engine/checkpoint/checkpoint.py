@@ -32,9 +32,10 @@ from transaxle.axes.notation.name import natural, skeleton
 from transaxle.encodings.encoding import EncodedTensor
 from transaxle.engine.checkpoint.manifest import Manifest
 from transaxle.engine.checkpoint.peft_adapter import adapter_config, in_dialect
-from transaxle.engine.checkpoint.recognise import IDENTITY, Reading, StoredNames, pick_dialect
+from transaxle.engine.checkpoint.recognise import IDENTITY, Reading, pick_dialect
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.checkpoint.source_hashes import with_hash_witness
+from transaxle.engine.checkpoint.stored_names import StoredNames
 from transaxle.engine.checkpoint.stored_tensor import (
     Reopening,
     StoredTensor,

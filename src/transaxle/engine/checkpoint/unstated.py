@@ -36,8 +36,9 @@ from typing import Any
 from transaxle.axes.layout.bind import Index, bind, split_slot
 from transaxle.axes.layout.divide import Division, divide
 from transaxle.axes.notation.family import Line, Sizes
-from transaxle.engine.checkpoint.recognise import check_same, recognise
+from transaxle.engine.checkpoint.recognise import recognise
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, read_stored_config
+from transaxle.engine.checkpoint.stored_names import check_same
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container, Extent, Shape
 from transaxle.formats.deepspeed.spread import HINT, UNKNOWN_CUTS, Cutter, Divider

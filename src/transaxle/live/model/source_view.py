@@ -37,8 +37,9 @@ from transaxle.axes.translation.grouped import (
     without_copies,
 )
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.checkpoint.recognise import IDENTITY, StoredNames, recognise
+from transaxle.engine.checkpoint.recognise import IDENTITY, recognise
 from transaxle.engine.checkpoint.settings import Settings
+from transaxle.engine.checkpoint.stored_names import StoredNames
 from transaxle.engine.views.encoded import Catalog
 from transaxle.errors import LACKING, Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.families import Families
