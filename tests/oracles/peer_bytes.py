@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ write.
 """
 
 
+_PAIRED = re.compile(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)")
+_IN_PAIRS = {
+    "self_attn": (0, "mixer"),
+    "mlp": (1, "mixer"),
+    "lambda_1": (0, "attn_alpha"),
+    "lambda_2": (1, "mlp_alpha"),
+}
+"""Module of one of Dory's layers -> which of two published layers has it, and under which name."""
+
+
 def randomise(model: Any) -> None:
     """Give everything that is stored random values; rotary frequencies and the like stay what they are."""
     generator = torch.Generator().manual_seed(17)
@@ -78,8 +89,15 @@ def published(model_type: str, stored: Tensors) -> Tensors:
     for name, value in stored.items():
         for part, other in _PUBLISHED.get(model_type, {}).items():
             name = name.replace(part, other)
+        if model_type == "dory":
+            name = _PAIRED.sub(_published_pair, name)
         renamed[name] = value
     return renamed
+
+
+def _published_pair(match: re.Match[str]) -> str:
+    second, module = _IN_PAIRS[match[2]]
+    return f"backbone.layers.{2 * int(match[1]) + second}.{module}"
 
 
 def write(folder: Path, tensors: Tensors, config: str) -> None:

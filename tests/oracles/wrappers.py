@@ -53,6 +53,12 @@ _FILLED: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "indexed_attention"],
     },
     "hy_v4": {"index_n_heads": 3, "index_head_dim": 10, "n_shared_experts": 2, "hc_mult": 3},
+    "hy_v4_vl_text": {
+        "index_n_heads": 3, "index_head_dim": 10, "n_shared_experts": 2, "hc_mult": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]},
+    },
+    "hy_v4_vl_vision": {"max_image_size": 56},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "kimi_k25": {"projection_hidden_size": 32},
     "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
     "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},

@@ -43,6 +43,7 @@ from transaxle.axes.layout.relayout import fill
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.statement import BLOCK, DIALECT, FAMILY, WORD
+from transaxle.derivation.configs import COMPARED
 from transaxle.derivation.table import DerivedTable, Labels
 from transaxle.derivation.table import derive as derive_table
 from transaxle.derivation.tiny_configs import MORE_VARIANTS, PROPORTIONED, VARIANTS
@@ -506,7 +507,8 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
             ),
         )
         real = {} if config is None else shapes(peer, model_type, config)
-        trying = _ProvedDerivation(labels, peer.aliases(model_type), real, config or {})
+        compared = COMPARED.get(model_type, {})
+        trying = _ProvedDerivation(labels, peer.aliases(model_type), real, config or {}, compared)
         table = trying.derived(
             traces, make_traces((PROPORTIONED,)), lambda: make_traces(range(VARIANTS, MORE_VARIANTS))
         )
@@ -523,6 +525,8 @@ class _ProvedDerivation:
     """Tensor name -> shape, for the full-size model of the user's config; empty if there is no config."""
     config: Mapping[str, Any]
     """Config of the full-size model."""
+    compared: Mapping[str, str]
+    """Beginning of tensor names in memory -> known condition of these tensors."""
     reason: Underivable | None = None
     """Reason why the first derived table could not be proved."""
 
@@ -560,7 +564,7 @@ class _ProvedDerivation:
     def _one(self, traces: Sequence[Trace], proofs: Sequence[Trace], *, sparse: bool) -> DerivedTable | None:
         """Return the table derived from `traces`; None if one of the traces in `proofs` disproves it."""
         try:
-            table = derive_table(traces, self.labels, self.aliases, sparse=sparse)
+            table = derive_table(traces, self.labels, self.aliases, sparse=sparse, compared=self.compared)
             self._prove(table, proofs)
         except Underivable as error:
             self.reason = self.reason or error

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -23,6 +24,7 @@ from transaxle.derivation.configs import (
     axis_letters,
     condition,
     first_free,
+    holds,
     keys_of,
     leaves,
     negate,
@@ -98,12 +100,15 @@ class Structure:
     """Notes on what the converter does but the table does not describe."""
 
 
-def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
+def structure(
+    traces: Sequence[Trace], *, careful: bool = False, compared: Mapping[str, str] | None = None
+) -> Structure:
     """Return the structure that the given traces have in common.
 
     Args:
         traces: runs of the converter.
         careful: whether to accept a condition only if it is the only one that fits.
+        compared: beginning of tensor names in memory -> known condition of these tensors.
 
     Raises:
         Underivable: if no mapping rule can describe a tensor; the message names the tensor.
@@ -111,7 +116,7 @@ def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
     numbering, first = Numbering(), None
     while True:
         try:
-            return Builder(traces, numbering, careful=careful).build()
+            return Builder(traces, numbering, careful=careful, compared=compared).build()
         except UnpairedIndex as error:
             first = first or error
             merged = numbering.with_more(error.numbering)
@@ -127,9 +132,17 @@ def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
 class Builder:
     """Builds the structure that the given traces have in common."""
 
-    def __init__(self, traces: Sequence[Trace], numbering: Numbering, *, careful: bool = False) -> None:
+    def __init__(
+        self,
+        traces: Sequence[Trace],
+        numbering: Numbering,
+        *,
+        careful: bool = False,
+        compared: Mapping[str, str] | None = None,
+    ) -> None:
         self.traces = traces
         self.careful = careful
+        self.compared = compared or {}
         self.found: Parts = parts(traces, numbering)
         self.numbers = {part: number for number, part in enumerate(self.found.all)}
         self.joined = DisjointSets[AxisKey]()
@@ -266,9 +279,27 @@ class Builder:
         whole = [set(product(*(range(self.count(place, at)) for place in places))) for at in range(len(self.traces))]
         for at in tied:
             present[at] = whole[at]
+        statement = self._find_stated_condition(part, present)
+        if statement is not None:
+            structure.when[number] = statement, None
+            return
         if all(here == full and here for here, full in zip(present, whole, strict=True)):
             return
         structure.when[number] = self._when(part, places, present)
+
+    def _find_stated_condition(self, part: Part, present: Sequence[set[Indices]]) -> str | None:
+        """Return the known condition of a part, if the part exists in exactly those traces in which it is true."""
+        presences = self._whole_presences(present)
+        name = part.patterns[SIDES.index(MEMORY)].text
+        statements = (text for beginning, text in self.compared.items() if name.startswith(beginning))
+        return next((text for text in statements if all(holds(text, each) for each in presences)), None)
+
+    def _whole_presences(self, present: Sequence[set[Indices]]) -> list[Presence]:
+        """Return for each trace whether a part exists at all."""
+        return [
+            Presence(trace.config, 0, frozenset({0} if indices_there else ()))
+            for trace, indices_there in zip(self.traces, present, strict=True)
+        ]
 
     def _when(self, part: Part, places: Sequence[Place], present: Sequence[set[Indices]]) -> tuple[str, AxisKey | None]:
         hints = _words(part, SIDES[:1])
@@ -287,11 +318,7 @@ class Builder:
                 if formula is not None:
                     return formula, self.joined.first(place)
         if not places:
-            flags = [
-                Presence(trace.config, 0, frozenset({0} if indices_there else ()))
-                for trace, indices_there in zip(self.traces, present, strict=True)
-            ]
-            formula = condition(flags, hints, careful=self.careful)
+            formula = condition(self._whole_presences(present), hints, careful=self.careful)
             if formula is not None:
                 return formula, None
         return SOMETIMES, None
@@ -517,6 +544,8 @@ class Writer:
         if constant and axis not in self.structure.name_axes:
             return
         formula = self.known.formula(size, near)
+        if formula is None and isinstance(axis, tuple) and not constant:
+            formula = self.known.less(size, near, partial(_speaks_of, name=axis[1]))
         if formula is not None and constant and isinstance(axis, tuple) and not _speaks_of(formula, axis[1]):
             # The size is the same in every model, so a config key with this value is a coincidence.
             formula = str(next(iter(size.values())))
@@ -734,6 +763,7 @@ def derive(
     aliases: Mapping[str, Sequence[str]] | None = None,
     *,
     sparse: bool = False,
+    compared: Mapping[str, str] | None = None,
 ) -> DerivedTable:
     """Derive the table of mapping rules that describes a converter.
 
@@ -743,10 +773,11 @@ def derive(
         aliases: config key -> further config keys with the same meaning.
         sparse: whether to write formulas only for sizes that a conversion needs, and conditions only if no second
             condition fits.
+        compared: beginning of tensor names in memory -> known condition of these tensors.
 
     Raises:
         Underivable: if no table of mapping rules can describe the converter; the message names the tensor.
     """
-    table_structure = structure(traces, careful=sparse)
+    table_structure = structure(traces, careful=sparse, compared=compared)
     writer = Writer(table_structure, [trace.config for trace in traces], aliases or {}, sparse=sparse)
     return DerivedTable(writer.text(labels), tuple(table_structure.left_out), len(traces))

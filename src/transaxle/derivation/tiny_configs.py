@@ -129,6 +129,10 @@ _FILLED: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
 }  # fmt: skip
 """Model type -> values for config keys that the default config lacks although the model needs them."""
+_APART: dict[str, dict[str, tuple[int, ...]]] = {"molmo2_text": {"additional_vocab_size": (16, 13, 11, 15)}}
+"""Model type -> config key -> size in each variant, for sizes that would be equal to another size of the model. The sum
+of one of these and the vocabulary of the same variant is even: transformers stores the rows of both in two halves.
+"""
 _TURNED = (0b1010, 0b0100, 0b1110, 0b0010, 0b1100, 0b0110)
 """For one flag after the other, a bit mask of the variants that invert the flag: bit n represents variant n."""
 
@@ -177,7 +181,9 @@ def tiny(
     if _TIED not in config and flip and variant:
         config[_TIED] = variant in (2, 5)
     staged = sizes == SMALL or config.get("model_type") in _OF_STEADY_STAGES
-    return _Shrinker(variant % VARIANTS, sizes, frozenset(turned), apart, staged).mapping(config)
+    small = _Shrinker(variant % VARIANTS, sizes, frozenset(turned), apart, staged).mapping(config)
+    own_sizes = _APART.get(str(config.get("model_type")), {})
+    return {**small, **{key: several[variant % VARIANTS] for key, several in own_sizes.items()}}
 
 
 @dataclass(frozen=True)
