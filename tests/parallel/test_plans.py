@@ -80,6 +80,12 @@ def test_all_problems_at_once() -> None:
     assert all(text in message for text in ("row would cut", "nothing.here", "'sideways'"))
 
 
+def test_outputs_that_a_vector_scales_are_not_summed() -> None:
+    """Dory's head has a vector beside its matrix: ranks would add up the logits of different words."""
+    layers = {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0}
+    assert "not known how to cut a DoryLMHead" in _refused({**EVEN, **layers, "model_type": "dory"}, 2)
+
+
 def test_what_rules_may_say() -> None:
     rules = {
         ATTENTION: "replicate",

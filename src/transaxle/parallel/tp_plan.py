@@ -541,7 +541,8 @@ class _Planner:
             return Role.GROUPED_ROW if inward == {True} else Role.GROUPED_COLUMN
         if isinstance(module, nn.Embedding):
             return Role.VOCABULARY if dims == {0} else Role.HIDDEN
-        last = {len(weight.shape) - 1 == self._dim(weight) for weight in weights}
+        # The only dim of a vector is not a dim of inputs, although it is the last.
+        last = {len(weight.shape) - 1 == self._dim(weight) for weight in weights if len(weight.shape) > 1}
         if None not in dims and last == {True, False}:
             return Role.REGION
         shapes = ", ".join(f"{weight.parameter_name} {list(weight.shape)}" for weight in weights)
