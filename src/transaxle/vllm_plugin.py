@@ -52,7 +52,7 @@ def model_loader_class(base: Any) -> Any:
             super().__init__(load_config)
             from transaxle.refit.vllm_loader import read_loader_options
 
-            read_loader_options(load_config.model_loader_extra_config)
+            self._options = read_loader_options(load_config.model_loader_extra_config)
 
         def download_model(self, model_config: Any) -> None:
             """Do nothing, because each worker reads its own bytes from where the checkpoint is."""
@@ -61,12 +61,12 @@ def model_loader_class(base: Any) -> Any:
             """Fill the parameters of a worker's model; all workers must call this method."""
             from transaxle.refit.vllm_loader import load_weights
 
-            load_weights(model, model_config, self.load_config.model_loader_extra_config)
+            load_weights(model, model_config, self._options)
 
         def get_all_weights(self, model_config: Any, model: Any) -> Any:
             """Yield whole tensors under the hub's names, for vLLM's `reload_weights`."""
             from transaxle.refit.vllm_loader import reload_tensors
 
-            return reload_tensors(model, model_config, self.load_config.model_loader_extra_config)
+            return reload_tensors(model, model_config, self._options)
 
     return TransaxleModelLoader

@@ -108,19 +108,18 @@ def read_loader_options(extra: object) -> LoaderOptions:
     )
 
 
-def load_weights(model: nn.Module, model_config: Any, extra: object) -> LoadReport | None:
+def load_weights(model: nn.Module, model_config: Any, options: LoaderOptions) -> LoadReport | None:
     """Fill the parameters of a worker's model, before vLLM repacks them; all workers must call this function.
 
     Args:
         model: vLLM's model on this worker.
         model_config: vLLM's `ModelConfig` of this model, which may be a draft model.
-        extra: content of `--model-loader-extra-config`.
+        options: content of `--model-loader-extra-config`.
 
     Returns:
         what this worker has read; None if vLLM's own `load_weights` has filled the parameters.
 
     Raises:
-        TypeError: if a value in `extra` has a wrong type.
         TransaxleError: raised on every worker, with every problem of every worker.
         ValueError: raised by vLLM, if its own `load_weights` does not accept the tensors, or leaves a parameter.
     """
@@ -129,8 +128,8 @@ def load_weights(model: nn.Module, model_config: Any, extra: object) -> LoadRepo
 
     vllm_config = get_current_vllm_config()
     if model_config is not vllm_config.model_config:
-        with _open(extra, model_config, vllm_config.model_config.model) as checkpoint:
-            _load_whole_tensors(model, checkpoint, extra, "it is a draft model")
+        with _open(options, model_config, vllm_config.model_config.model) as checkpoint:
+            _load_whole_tensors(model, checkpoint, options, "it is a draft model")
         return None
     setattr(model, _SERVED, model_config.model)
     world = World(get_world_group().cpu_group)
@@ -140,16 +139,15 @@ def load_weights(model: nn.Module, model_config: Any, extra: object) -> LoadRepo
         worker, reason = _describe(model, config, ranks, vllm_config)
     reasons = [text for text in world.gather(reason) if text]
     with world.together():
-        checkpoint = _open(extra, model_config, model_config.model)
+        checkpoint = _open(options, model_config, model_config.model)
     with checkpoint:
         if worker is None or reasons:
             with world.together():
-                _load_whole_tensors(model, checkpoint, extra, reasons[0])
+                _load_whole_tensors(model, checkpoint, options, reasons[0])
             return None
         with world.together():
             source = _for_worker(checkpoint, worker, config, ranks)
-        is_checked = read_loader_options(extra).check_source
-        report = _fill(worker, source, code_of(model_config.dtype), world, check_source=is_checked)
+        report = _fill(worker, source, code_of(model_config.dtype), world, check_source=options.check_source)
     _LOG.info("%s", report)
     return report
 
@@ -172,20 +170,18 @@ def _describe(
     return worker, ""
 
 
-def _open(extra: object, model_config: Any, served: str) -> Checkpoint:
+def _open(options: LoaderOptions, model_config: Any, served: str) -> Checkpoint:
     """Open the checkpoint of a model without its training state.
 
     Args:
-        extra: content of `--model-loader-extra-config`.
+        options: content of `--model-loader-extra-config`.
         model_config: vLLM's `ModelConfig`, whose config is used if the checkpoint has none.
         served: the model that vLLM serves; a model from another folder, such as a draft model, is read from that
-            folder, without the options in `extra`.
+            folder, without these options.
 
     Raises:
-        TypeError: if a value in `extra` has a wrong type.
         TransaxleError: if the checkpoint cannot be opened.
     """
-    options = read_loader_options(extra)
     is_other = model_config.model != served
     path, opening = (model_config.model, {}) if is_other else (options.path or model_config.model, options.opening)
     try:
@@ -278,7 +274,7 @@ def _source_dtypes(source: Checkpoint) -> Mapping[str, str]:
     return {name: view[name].dtype for name in view}
 
 
-def _load_whole_tensors(model: Any, checkpoint: Checkpoint, extra: object, reason: str) -> None:
+def _load_whole_tensors(model: Any, checkpoint: Checkpoint, options: LoaderOptions, reason: str) -> None:
     """Let vLLM's own `load_weights` take what it needs from whole tensors under the hub's names.
 
     Raises:
@@ -288,7 +284,7 @@ def _load_whole_tensors(model: Any, checkpoint: Checkpoint, extra: object, reaso
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     _LOG.warning("each worker reads whole tensors of %s, because %s", checkpoint.path, reason)
-    with _check_whole_tensors(checkpoint, extra):
+    with _check_whole_tensors(checkpoint, options):
         loaded = model.load_weights(_hub_tensors(checkpoint, getattr(model, "is_unused_checkpoint_weight", None)))
     if loaded is not None:
         # A check of vLLM that exempts all parameters of layers with kernels, unless `quantized` is true.
@@ -307,14 +303,14 @@ def _hints_for_vllm() -> Iterator[None]:
 
 
 @contextmanager
-def _check_whole_tensors(checkpoint: Checkpoint, extra: object) -> Iterator[None]:
-    """Compare what the block reads with the checkpoint's own hashes, unless `extra` says not to.
+def _check_whole_tensors(checkpoint: Checkpoint, options: LoaderOptions) -> Iterator[None]:
+    """Compare what the block reads with the checkpoint's own hashes, unless `options` says not to.
 
     Raises:
         TransaxleError: before the block or after it, if bytes do not match.
     """
     with _hints_for_vllm():
-        check = SourceCheck(checkpoint, World.alone(), is_enabled=read_loader_options(extra).check_source)
+        check = SourceCheck(checkpoint, World.alone(), is_enabled=options.check_source)
     yield
     with _hints_for_vllm():
         check.finish()
@@ -328,15 +324,15 @@ def _hub_tensors(checkpoint: Checkpoint, is_unused: Any) -> Iterator[tuple[str, 
             yield name, hub[name].torch()
 
 
-def reload_tensors(model: Any, model_config: Any, extra: object) -> Iterator[tuple[str, torch.Tensor]]:
+def reload_tensors(model: Any, model_config: Any, options: LoaderOptions) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors for vLLM's `reload_weights`, which may name another checkpoint: whole tensors under the hub's
     names.
 
     Args:
         model: vLLM's model on this worker.
         model_config: vLLM's `ModelConfig`, whose `model` is the checkpoint that the caller names.
-        extra: content of `--model-loader-extra-config`.
+        options: content of `--model-loader-extra-config`.
     """
     served = getattr(model, _SERVED, model_config.model)
-    with _open(extra, model_config, served) as checkpoint, _check_whole_tensors(checkpoint, extra):
+    with _open(options, model_config, served) as checkpoint, _check_whole_tensors(checkpoint, options):
         yield from _hub_tensors(checkpoint, getattr(model, "is_unused_checkpoint_weight", None))

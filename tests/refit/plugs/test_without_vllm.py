@@ -21,6 +21,7 @@ from tests.live.jobs import free_port
 from tests.live.refusals import refused
 from tests.refit.plugs.test_control import DEFAULTS, Vllm, serving
 from transaxle import vllm_plugin
+from transaxle.refit import vllm_loader
 from transaxle.refit.vllm_engine import VERSION, VllmEngine, check_config, split_layers
 from transaxle.refit.vllm_refit import _Engines, _invitation, control
 from transaxle.refit.vllm_worker import Ranks, worker_share
@@ -105,6 +106,17 @@ def test_keys_of_the_load_format_are_checked() -> None:
     with pytest.raises(TypeError, match="must be a JSON object; got list"):
         loader(SimpleNamespace(model_loader_extra_config=["path"]))
     assert told().download_model(None) is None
+
+
+def test_options_of_the_load_format_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = list[Any]()
+    for name in ("load_weights", "reload_tensors"):
+        monkeypatch.setattr(vllm_loader, name, lambda _model, _config, options: passed.append(options))
+    loader = vllm_plugin.model_loader_class(BaseLoader)(SimpleNamespace(model_loader_extra_config={"path": "megatron"}))
+    loader.load_weights(None, None)
+    loader.get_all_weights(None, None)
+    assert passed[0] is passed[1]
+    assert passed[0].path == "megatron"
 
 
 def test_another_version_of_vllm_starts(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
