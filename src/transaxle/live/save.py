@@ -774,7 +774,8 @@ def add_unfinished(target: str, wait: Callable[[], object]) -> None:
 
     Args:
         target: folder or URL, as the user typed it.
-        wait: function that returns when the save has ended, successfully or not.
+        wait: function that returns when the save has ended, successfully or not. In the thread that runs the save, it
+            returns False immediately.
     """
     _UNFINISHED[_key(target)] = wait
 
@@ -783,10 +784,9 @@ def wait_for(target: str) -> None:
     """Wait until no save of this process to a given target is running."""
     key = _key(target)
     wait = _UNFINISHED.get(key)
-    if wait is not None:
-        wait()  # if Ctrl-C ends this wait, the next call waits again
-        if _UNFINISHED.get(key) is wait:
-            del _UNFINISHED[key]
+    # if Ctrl-C ends this wait, the next call waits again
+    if wait is not None and wait() is not False and _UNFINISHED.get(key) is wait:
+        del _UNFINISHED[key]
 
 
 def _key(target: str) -> tuple[int, str]:

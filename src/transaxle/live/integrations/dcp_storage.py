@@ -18,9 +18,10 @@ import io
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -46,6 +47,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -83,8 +85,17 @@ from transaxle.live.model.destination import (
     check_filled,
     decode_hint,
 )
-from transaxle.live.save import CollectedState, SaveSettings, collect, read_settings, write_checkpoint
+from transaxle.live.save import (
+    CollectedState,
+    SaveSettings,
+    add_unfinished,
+    collect,
+    read_settings,
+    wait_for,
+    write_checkpoint,
+)
 from transaxle.live.source_check import SourceCheck
+from transaxle.live.transport.background import BackgroundSave, in_saving_thread, training_groups, wait_for_saves
 from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Item, limits
@@ -105,6 +116,11 @@ _FOREIGN = (
 _UNGROUPED = (
     "If ranks have different parameters, torch saves the groups of one rank: flatten the optimizer's state, "
     "StateDictOptions(flatten_optimizer_state_dict=True)."
+)
+_NOT_IN_BACKGROUND = (
+    "the training waited until dcp.async_save had written the checkpoint, because the save used a process group of the "
+    'training. Make a group for all saves, group = dist.new_group(backend="gloo"), and call '
+    "dcp.async_save(..., process_group=group)"
 )
 _UNREQUESTED = "The checkpoint may be that of a larger model. Reader(strict=False) loads it without these tensors."
 
@@ -177,9 +193,12 @@ class Reader(StorageReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Open the checkpoint, and return the names, shapes and dtypes that its tensors have in the dialect.
 
+        This first waits for saves that `dcp.async_save` runs in the background with a `Writer`.
+
         Raises:
             TransaxleError: if the checkpoint cannot be opened, or not be expressed in the dialect.
         """
+        wait_for_saves()
         checkpoint = self._open()
         self._tensors, self._objects = dict(self._list_tensors(checkpoint)), dict(self._settings(checkpoint))
         entries: dict[str, Any] = dict.fromkeys(self._objects, BytesStorageMetadata())
@@ -382,12 +401,16 @@ class _Entries(msgspec.Struct, frozen=True):
     """Transaxle's name of a value that is not a tensor -> its pickle, by torch's planner."""
 
 
-class Writer(StorageWriter):
+class Writer(StorageWriter, AsyncStager):
     """A storage writer with which `dcp.save` and `dcp.async_save` write a checkpoint of any format and dialect, in one
     pass and without files that are joined later.
 
     All ranks must create it, and call `dcp.save` together. The checkpoint appears as a whole, or not at all. Folders
     above a local target are created, as by torch's own writer.
+
+    A second `dcp.async_save` waits until the first has ended. If a save in a thread uses a process group with which the
+    model may be trained, such as the default group with gloo alone, `dcp.async_save` returns when the save has ended;
+    give it a `process_group` of its own, and the training goes on meanwhile.
 
     Args:
         dst: target folder or URL; None means the `checkpoint_id` of `dcp.save`.
@@ -434,24 +457,72 @@ class Writer(StorageWriter):
         if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = dist.new_group(backend="gloo")
         self._group = group
+        self._save: BackgroundSave | None = None
+        self._training_groups: AbstractSet[dist.ProcessGroup] = frozenset()
         self.report = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A background process has a process group of its own, of the same ranks."""
-        return {**self.__dict__, "_group": None, "report": None}
+        if (save := self._own_save()) is not None:
+            save.leave_process()
+        of_this_process = ("_group", "_save", "report")
+        return {**self.__dict__, **dict.fromkeys(of_this_process), "_training_groups": frozenset()}
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Wait for the last save in the background, and return a copy of the state dict; `dcp.async_save` calls this.
+
+        torch itself lets two saves run at the same time, which fails: two threads use one process group, or read
+        answers from one pipe.
+        """
+        wait_for_saves()
+        if self._dst is not None:
+            wait_for(self._dst)
+        copy = DefaultStager(StagingOptions(*[False] * len(fields(StagingOptions)))).stage(state_dict)
+        assert isinstance(copy, dict)  # it was not copied in another thread
+        self._save, self._training_groups = BackgroundSave(), training_groups(state_dict)
+        return copy
+
+    def synchronize_staging(self) -> None:
+        """Register the save, which has been started; if it uses a process group of the training, wait until it has
+        ended. `dcp.async_save` calls this.
+        """
+        save = self._save
+        assert save is not None  # torch has called `stage`
+        save.register()
+        if self._dst is not None:
+            add_unfinished(self._dst, save.wait)
+        if self._training_groups and save.find_groups() & self._training_groups:
+            if dist.get_rank() == 0:
+                warnings.warn(_NOT_IN_BACKGROUND, stacklevel=2)
+            save.wait()
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept of a staged state dict."""
+
+    def _own_save(self) -> BackgroundSave | None:
+        """Return the save in the background that the current thread runs with this writer, if it runs one."""
+        if self._save is not None:
+            self._save.begin()
+        return self._save if self._save is not None and self._save.is_own_thread else None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for a new save, to another target if `checkpoint_id` is given."""
+        self._own_save()  # torch may call this first in the thread that saves
         if checkpoint_id:
             self._dst = read_path("checkpoint_id", checkpoint_id)
         self.report = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:  # noqa: ARG002 - torch's name
-        """Refuse to save without a target.
+        """Wait for other saves in the background, and refuse to save without a target.
 
         Raises:
             UsageError: with the code IO if there is no target.
         """
+        if self._own_save() is None and in_saving_thread():  # `dcp.async_save` has another stager
+            self._save = BackgroundSave.of_this_thread()
+        wait_for_saves()
+        if (save := self._own_save()) is not None:
+            save.begin_plan()
         if self._dst is None:
             raise refuse("IO", "there is no target", hint="Give Writer(dst), or checkpoint_id= to dcp.save.")
 
@@ -469,6 +540,8 @@ class Writer(StorageWriter):
         Raises:
             TransaxleError: raised on every rank; the target is unchanged after an error.
         """
+        if (save := self._own_save()) is not None:
+            save.end_plan()
         world, clock = _ranks_of(plan.storage_data, self._group), Clock()
         with world.together():
             entries = self._sort(plan.items, planner)
@@ -539,6 +612,7 @@ class Writer(StorageWriter):
     @property
     def checkpoint_id(self) -> str:
         """Path or URL of the target; empty if none was given yet."""
+        self._own_save()  # torch may read this first in the thread that saves
         return self._dst or ""
 
 

@@ -23,6 +23,7 @@ import xxhash
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.transport import wire
+from transaxle.live.transport.background import wait_for_group
 from transaxle.torch_tensors import Ranks, read_group
 
 Item = TypeVar("Item")
@@ -56,6 +57,8 @@ def collective() -> Iterator[None]:
 class World:
     """The ranks of a process group, or this process alone.
 
+    If `dcp.async_save` uses the process group in the background, the constructor waits until it has ended.
+
     Args:
         group: the ranks that act together, as a process group or a mesh with one dim; None means all ranks.
 
@@ -72,6 +75,8 @@ class World:
         self.group = group = read_group("group", group)
         in_job = dist.is_available() and dist.is_initialized()
         self.live = in_job or group is not None
+        if self.live:
+            wait_for_group(group)
         self.rank = dist.get_rank() if in_job else 0
         self.size = 1
         self.ranks: tuple[int, ...] = (self.rank,)
