@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertForMaskedLM,
@@ -214,6 +215,17 @@ def test_classes_that_do_not_fit_are_refused(hub: Path, tmp_path: Path) -> None:
     for wrong in (_own(hub), torch.nn.Linear, "AutoModelForCausalLM"):
         with pytest.raises(TypeError, match="model_class must be a class of models of transformers"):
             tx.from_pretrained(wrong, hub)
+
+
+def test_a_class_without_a_head_is_refused(tmp_path: Path) -> None:
+    """The refusal named tables of other models, and said that there is no config."""
+    folder = source(tmp_path / "hub", LLAMA)
+    with refuses("UNKNOWN_FAMILY", "llama:hf without 'model.' in front", exit_code=2, hint="a part of one with it"):
+        tx.from_pretrained(AutoModel, folder)
+    with quiet():
+        model = AutoModel.from_pretrained(folder)
+    with refuses("UNKNOWN_FAMILY", "llama:hf without 'model.' in front", exit_code=2):
+        tx.load(model, folder)
 
 
 def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

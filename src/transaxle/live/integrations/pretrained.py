@@ -63,10 +63,13 @@ from transaxle.torch_tensors import (
 _LOG = logging.getLogger("transaxle")
 GENERATION = "generation_config.json"
 _NO_CONFIG = "Give config=, such as config.json. An adapter is merged into its base: tx.open(BASE, merge=ADAPTER)."
-_UNLIKE = frozenset({*LACKING, "UNEXPECTED_TENSOR", "UNKNOWN_FAMILY", "AMBIGUOUS"})
-"""Codes of a load that report different tensors in model and checkpoint, or names that no table has for both."""
+_UNLIKE = frozenset({*LACKING, "UNEXPECTED_TENSOR", "AMBIGUOUS"})
+"""Codes of a load that report different tensors in model and checkpoint."""
+_UNNAMED = "UNKNOWN_FAMILY"
+"""Code of a load that reports names that no table has for both model and checkpoint."""
 _BUILD = "Build the model yourself, and call tx.load(model, src)."
 _OTHER_CLASS = "Choose the class that has these tensors, or build the model and call tx.load(model, src, strict=False)."
+_WITH_HEAD = "Choose the class that has these tensors; a model without its head is a part of one with it."
 
 
 @suggests
@@ -161,7 +164,8 @@ def _in_own_words(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
     """Yield the refusals of a load, one for each tensor and code, with advice for `from_pretrained`."""
     first = {(refusal.code, refusal.where): refusal for refusal in reversed([*refusals])}
     for refusal in reversed(first.values()):
-        yield replace(refusal, hint=_OTHER_CLASS if refusal.code in _UNLIKE else refusal.hint)
+        hint = _WITH_HEAD if refusal.code == _UNNAMED else refusal.hint
+        yield replace(refusal, hint=_OTHER_CLASS if refusal.code in _UNLIKE else hint)
 
 
 def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtype:

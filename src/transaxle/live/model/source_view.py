@@ -263,7 +263,9 @@ def view(
         try:
             recognised = recognise(weight_names, {}, settings.families, None, dialect)
         except TransaxleError as again:
-            raise _show_both_sides(again, weight_names, checkpoint, is_explicit) from None
+            # Without a config, other tables may fit too, and the refusal would say that there is no config.
+            last = again if again.code == _UNREAD else error
+            raise _show_both_sides(last, weight_names, checkpoint, is_explicit) from None
     label = recognised.dialect.label
     try:
         source = _of_family(checkpoint, recognised.family.name)
