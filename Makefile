@@ -126,10 +126,7 @@ newest: $(VENV)/.all $(NEWEST_VENV)/.pinned
 	@$(NEWEST_PIP) install --quiet --upgrade 'torch==2.13.0' $$($(BIN)/python -m tests.oracles.newest names)
 	@$(NEWEST_PIP) install --quiet --upgrade --no-deps $(TITAN)
 	@$(BIN)/python -m tests.oracles.newest versions $(NEWEST_VENV)/bin/python
-	@mkdir -p build/newest
-	@$(BIN)/python -m tests.oracles.newest trace build/newest/pinned.json & pinned=$$!; \
-	$(NEWEST_VENV)/bin/python -m tests.oracles.newest trace build/newest/newest.json && wait $$pinned
-	@$(NEWEST_VENV)/bin/python -m tests.oracles.newest compare build/newest/pinned.json build/newest/newest.json
+	@$(BIN)/python -m tests.oracles.newest models $(NEWEST_VENV)/bin/python build/newest
 	$(NEWEST_VENV)/bin/python -m pytest -q -m 'not deferred and not megatron and not vllm and not journey' \
 		--numprocesses $(JOBS) --dist worksteal tests/oracles tests/readers tests/live/integrations
 

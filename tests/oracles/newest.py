@@ -4,6 +4,7 @@
     python -m tests.oracles.newest compare OLD NEW        new and absent types, and which have other tensors
     python -m tests.oracles.newest names                  packages whose newest releases are tried
     python -m tests.oracles.newest versions PYTHON        packages of which another environment has another version
+    python -m tests.oracles.newest models PYTHON FOLDER   both traces, and their comparison, if transformers differs
 
 A difference means that a table, a record or a page may have become stale; nothing fails. Types that only the newer
 transformers has are converted both ways, which says whether they need a table.
@@ -25,6 +26,7 @@ import numpy as np
 
 from tests.oracles.every_type import fresh_process, installed_types, outcome
 
+_MODULE = "tests.oracles.newest"
 _SECONDS = 240
 """Longest time for one type."""
 _LONGEST = 200
@@ -151,15 +153,37 @@ def compare(older: Path, newer: Path) -> Iterator[str]:
 
 def versions(python: str) -> Iterator[str]:
     """Yield a line for each peer of which another environment has another version than this one."""
-    code = (
-        "import json, sys; from importlib import metadata as m\n"
-        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
-    )
-    others = json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+    others = _installed(python)
     for name in PEERS:
         pinned, newest = metadata.version(name), others.get(name.lower(), "none")
         if pinned != newest:
             yield f"{name} {pinned} -> {newest}"
+
+
+def _installed(python: str) -> dict[str, str]:
+    """Return package -> version of another environment."""
+    code = (
+        "import json, sys; from importlib import metadata as m\n"
+        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
+    )
+    answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    packages: dict[str, str] = json.loads(answer)
+    return packages
+
+
+def models(python: str, folder: Path) -> None:
+    """Trace all types with this transformers and with that of another environment, side by side; print what differs."""
+    pinned = metadata.version("transformers")
+    if pinned == _installed(python)["transformers"]:
+        sys.stdout.write(f"transformers {pinned} is the newest: no model type differs\n")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    older, newer = folder / "pinned.json", folder / "newest.json"
+    with subprocess.Popen([sys.executable, "-m", _MODULE, "trace", older]) as here:
+        subprocess.run([python, "-m", _MODULE, "trace", newer], check=True)
+    if here.returncode:
+        raise subprocess.CalledProcessError(here.returncode, here.args)
+    subprocess.run([python, "-m", _MODULE, "compare", older, newer], check=True)
 
 
 def main(words: list[str]) -> int:
@@ -175,6 +199,8 @@ def main(words: list[str]) -> int:
             sys.stdout.write(f"{' '.join(sorted(set(PEERS) - APART))}\n")
         case ["versions", python]:
             sys.stdout.writelines(f"{line}\n" for line in versions(python))
+        case ["models", python, folder]:
+            models(python, Path(folder))
         case _:
             sys.exit(__doc__)
     return 0
