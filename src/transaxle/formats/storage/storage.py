@@ -23,7 +23,6 @@ import resource
 from abc import abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
 from threading import Lock
@@ -486,20 +485,6 @@ class Handles:
         block ends.
         """
         return _Use(self, name)
-
-    @contextmanager
-    def use_all(self, names: Iterable[str]) -> Iterator[dict[str, int]]:
-        """Return a context manager whose value is file name -> open descriptor, for several files; each file stays open
-        as with `use`.
-        """
-        used: dict[str, _Handle] = {}
-        try:
-            for name in names:
-                used[name] = self.acquire(name)
-            yield {name: handle.fd for name, handle in used.items()}
-        finally:
-            for name, handle in used.items():
-                self.release(name, handle)
 
     def drop(self, name: str) -> None:
         """Close a file's descriptor now, or as soon as its last user has released it."""
