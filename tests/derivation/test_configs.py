@@ -152,6 +152,23 @@ def test_a_size_that_two_keys_have_has_no_formula() -> None:
     assert sizes.formula({0: 24, 1: 35}, deep=True) in {"one*hidden_size", "two*hidden_size"}
 
 
+def test_modules_between_the_first_and_the_last_are_counted() -> None:
+    """Of keys that the module's name speaks of; of two that would do, neither."""
+    sizes = Sizes([{"layers": 4, "blocks": 4}, {"layers": 6, "blocks": 6}], {})
+    assert sizes.less({0: 2, 1: 4}, "", "layers".__eq__) == "layers-2"
+    assert sizes.less({0: 3, 1: 5}, "", "layers".__eq__) == "layers-1"
+    assert sizes.less({0: 1, 1: 3}, "", "layers".__eq__) is None
+    assert sizes.less({0: 2, 1: 4}, "", {"layers", "blocks"}.__contains__) is None
+
+
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_two_vocabularies_of_one_embedding_are_divided_evenly(variant: int) -> None:
+    config = {"model_type": "molmo2_text", "vocab_size": 151936, "additional_vocab_size": 128, "hidden_size": 4096}
+    small = tiny(config, variant)
+    assert small["vocab_size"] != small["additional_vocab_size"]
+    assert (small["vocab_size"] + small["additional_vocab_size"]) % 2 == 0
+
+
 def test_other_spellings_of_a_key_stand_beside_it() -> None:
     sizes = Sizes([{"num_experts": 4}, {"num_experts": 5}], {"num_experts": ["num_local_experts"]})
     assert sizes.formula({0: 4, 1: 5}) == "num_experts|num_local_experts"

@@ -14,6 +14,14 @@ from safetensors.torch import load_file, save_file
 import transaxle as tx
 
 Tensors = dict[str, torch.Tensor]
+_OF_HY_V4 = {
+    ".mlp.linear_gate.": ".mlp.gate_proj.",
+    ".mlp.shared_experts.linear_gate.": ".mlp.shared_experts.gate_proj.",
+    ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",
+    ".hc_pre.hc_mlp_layer.": ".hc_mlp_layer.hc_pre.",
+    ".hc_pre.hc_head.": ".hc_head.",
+    "hc_head.hc_pre.": "hc_head.",
+}
 _PUBLISHED = {
     "deepseek_v4": {
         "model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", "model.layers.": "layers.",
@@ -34,13 +42,9 @@ _PUBLISHED = {
             ("self_attn.to_k", "self_attn.k_proj"), ("self_attn.to_v", "self_attn.v_proj"),
         )
     },
-    "hy_v4": {
-        ".mlp.linear_gate.": ".mlp.gate_proj.",
-        ".mlp.shared_experts.linear_gate.": ".mlp.shared_experts.gate_proj.",
-        ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",
-        ".hc_pre.hc_mlp_layer.": ".hc_mlp_layer.hc_pre.",
-        ".hc_pre.hc_head.": ".hc_head.",
-    },
+    "hy_v4": _OF_HY_V4,
+    "hy_v4_vl": _OF_HY_V4,
+    "hy_v4_vl_text": _OF_HY_V4,
     "qianfan_ocr": {"language_model.model.encoder.layers.": "language_model.model.layers."},
 }  # fmt: skip
 """Model type -> parts of names that transformers 5.24 stores, and those of the published files, which it reads and we

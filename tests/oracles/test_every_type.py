@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,14 @@ from tests.oracles.every_type import (
 )
 from tests.oracles.every_type import HAND as BY_HAND
 from tests.oracles.every_type import TRACED as BY_TRACING
+from tests.oracles.peer_bytes import both_ways, differing, loaded, memory, randomise
 from tests.oracles.quiet import quiet
 from tests.oracles.test_full_families import ABSENT
 from tests.oracles.traced_tables import shipped_text, statements
+from transaxle.axes.notation.family import Formula
+from transaxle.derivation.configs import COMPARED
 from transaxle.derivation.sources import from_transformers
+from transaxle.derivation.tiny_configs import PROPORTIONED
 from transaxle.derivation.transformers_models import Peer, shapes, variants
 from transaxle.families import builtin
 from transaxle.parallel.tensor_parallel import proven_types
@@ -103,6 +108,65 @@ def test_every_table_fits_the_default_config(model_type: str, tmp_path: Path) ->
     with tx.open(source, dialect="transformers") as checkpoint:
         plan = tx.plan(checkpoint, tmp_path / "out", to="safetensors:hf")
     assert not {refusal.code for refusal in plan.refusals} - {"NO_SPACE"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("d_fine", {}),
+        ("d_fine", {"d_model": 128}),
+        ("d_fine", {"decoder_in_channels": [128, 128, 256]}),
+        ("d_fine", {"decoder_in_channels": [256, 256, 128]}),
+        ("mask2former", {}),
+        ("mask2former", {"hidden_dim": 128}),
+        ("mask2former", {"enforce_input_projection": True}),
+    ],
+)
+def test_projections_are_left_out_between_equal_sizes(model_type: str, changes: dict[str, Any]) -> None:
+    """Conditions that no trace shows are those of transformers."""
+    peer = Peer()
+    config = peer.config_class(model_type)(**changes).to_dict()
+    with quiet():
+        tensors = shapes(peer, model_type, config)
+    for beginning, condition in COMPARED[model_type].items():
+        assert Formula(condition)(config) == any(name.startswith(beginning) for name in tensors)
+
+
+_OF_TWO_LAYERS = {"mask_decoder_config": {"num_hidden_layers": 2}}
+IN_PROPORTION: dict[str, dict[str, Any]] = {
+    "d_fine": {"d_model": 64, "decoder_in_channels": [64, 64, 64]},
+    "mask2former": {"hidden_dim": 64, "feature_size": 64, "mask_feature_size": 64},
+    "molmo2_text": {"vocab_size": 1187, "additional_vocab_size": 1},
+    "sam3_tracker": _OF_TWO_LAYERS,
+    "sam3_tracker_video": _OF_TWO_LAYERS,
+    "sam3_video": {"tracker_config": _OF_TWO_LAYERS},
+}
+"""Types with tensors that depend on which sizes are equal -> sizes in the proportions of the default config."""
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", sorted(IN_PROPORTION))
+def test_small_models_in_the_proportions_of_the_default_are_exact(model_type: str, tmp_path: Path) -> None:
+    """Converted both ways, loaded, and saved."""
+    with quiet():
+        ((small, _),) = variants(Peer(), model_type, numbers=(PROPORTIONED,))
+        config = _changed(small.config.to_dict(), IN_PROPORTION[model_type])
+        models = [type(small)(type(small.config).from_dict(config)).float() for _ in range(2)]
+        del small
+        randomise(models[0])
+        values = memory(models[0])
+        models[0].save_pretrained(tmp_path / "saved")
+        tx.load(models[1], tmp_path / "saved")
+        assert differing(memory(models[1]), values) == []
+        tx.save(models[1], tmp_path / "hub", to="hf")
+        assert differing(loaded(tmp_path / "hub"), loaded(tmp_path / "saved")) == []
+        both_ways(models[0], tmp_path / "both")
+
+
+def _changed(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other values, also in its parts."""
+    new = {key: _changed(config[key], value) if isinstance(value, dict) else value for key, value in changes.items()}
+    return {**config, **new}
 
 
 def without_data(folder: Path, tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Path:
