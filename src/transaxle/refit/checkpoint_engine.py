@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ import xxhash
 from torch import nn
 
 from transaxle.arguments import DType, PathLike, read_text
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World
 from transaxle.refit.hops import disband, free_address, meet
@@ -37,6 +37,7 @@ _HUB, _SAME_NAMES = "hf", "identity"
 _TIMEOUT = 300.0
 _CPU = torch.device("cpu")
 _NO_WEIGHTS = "Pass all weights of the trainer; an iterator that was used before has none left."
+_STOPPED = "Look at the first error of that worker."
 _TWICE = "Give each parameter of the trainer's model a name of its own."
 
 
@@ -179,7 +180,7 @@ class CheckpointEngine:
                 stream = self._shards(world, weights.model, None)
             else:
                 stream = self._whole_tensors(world, self._fill_buckets(weights, world.rank), None)
-            for _ in stream:
+            for _ in self._confirm(world, stream):
                 pass
 
     def _receive(self, step: int | None) -> Generator[Bucket]:
@@ -197,12 +198,28 @@ class CheckpointEngine:
             sharded = self._agree(world, step, sharded=None)
             device = _CPU if self._staged else yielded_on
             stream = self._shards(world, {}, device) if sharded else self._whole_tensors(world, iter(()), device)
+            stream = self._confirm(world, stream)
             if not self._staged:
                 yield from stream
                 return
             staged = deque(stream)
         while staged:
             yield [(name, tensor.to(yielded_on)) for name, tensor in staged.popleft()]
+
+    def _confirm(self, world: World, stream: Iterator[Bucket]) -> Generator[Bucket]:
+        """Yield buckets, and let all workers wait until each bucket was taken on all of them.
+
+        Raises:
+            StorageError: with code IO, if another worker does not iterate to the end.
+        """
+        for bucket in stream:
+            try:
+                yield bucket
+            except BaseException:
+                with suppress(TransaxleError):  # this worker raises its own error
+                    world.agree(refuse("IO", f"rank {world.rank} stopped before it had all weights", hint=_STOPPED))
+                raise
+            world.agree(None)
 
     @contextmanager
     def _update(self) -> Iterator[World]:

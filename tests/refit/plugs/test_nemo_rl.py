@@ -61,8 +61,14 @@ def connect(engine: NemoEngine, rollouts: int = ROLLOUTS) -> NemoEngine:
     return engine
 
 
-def update(engine: NemoEngine, weights: Any) -> tuple[Tensors, str]:
-    """Return the tensors that this rank gets in an update, and the error, if there is one."""
+def update(engine: NemoEngine, weights: Any, refuses: str = "") -> tuple[Tensors, str]:
+    """Return the tensors that this rank gets in an update, and the error, if there is one.
+
+    Args:
+        engine: the engine of this rank.
+        weights: what the policy's ranks send.
+        refuses: tensor that the last rank does not take.
+    """
     tensors: Tensors = {}
 
     async def receive() -> None:
@@ -70,6 +76,8 @@ def update(engine: NemoEngine, weights: Any) -> tuple[Tensors, str]:
             assert isinstance(batch, list)
             assert sum(tensor.nbytes for _, tensor in batch) <= BUCKET or len(batch) == 1
             tensors.update({name: tensor.clone() for name, tensor in batch})
+            if refuses in tensors and dist.get_rank() == TRAINERS + ROLLOUTS - 1:
+                raise ZeroDivisionError(refuses)
 
     try:
         asyncio.run(engine.send_weights(weights) if dist.get_rank() < TRAINERS else receive())
@@ -127,6 +135,7 @@ def _updates(rank: int, world: int) -> tuple[dict[str, tuple[Tensors, str]], lis
     steps["same group"] = update(connect(engine), _gather(model, 1.5))
     joined.append(engine.prepare()["joined"])
     steps["no weights"] = update(engine, iter(()))
+    steps["not taken"] = update(connect(create(timeout=60, staged=False)), _gather(model), "lm_head.weight")
     connect(engine)
     other = [("a", torch.ones(4)), ("b" if rank else "c", torch.ones(4))]
     steps["other names"] = update(engine, iter(other))
@@ -148,6 +157,7 @@ def test_rollouts_get_the_tensors_of_a_hub_and_failures_reach_every_rank() -> No
         "both": (plain, ""),
         "same group": (larger, ""),
         "no weights": (nothing, "NeMo-RL passed no weights"),
+        "not taken": (plain, "rank 3 stopped before it had all weights"),
         "other names": (nothing, "different weights"),
         "cast": (nothing, "dtype: NeMo-RL has already gathered"),
     }
@@ -157,7 +167,7 @@ def test_rollouts_get_the_tensors_of_a_hub_and_failures_reach_every_rank() -> No
             received, error = steps[step]
             if step == "one rollout" and rank == 3:
                 continue
-            assert words in error or (rank == 1 and step == "failure"), (rank, step, error)
+            assert words in error or (rank, step) in {(1, "failure"), (3, "not taken")}, (rank, step, error)
             assert bool(words) == bool(error) or rank == 1, (rank, step, error)
             assert received.keys() == (tensors.keys() if rank >= TRAINERS else set()), (rank, step)
             for name, tensor in received.items():
