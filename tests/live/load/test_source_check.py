@@ -177,6 +177,20 @@ def test_ranks_that_disagree_are_refused(hub_folder: Path) -> None:
     assert all("check_source: rank 1 reads" in error for error in run(2, _disagree, str(hub_folder)))
 
 
+def _load_alone(rank: int, world: int, source: str) -> tuple[str, tuple[str, ...]]:
+    del rank, world
+    reader = tx.dcp.Reader(source, "transformers", strict=False)  # a rank may have no expert
+    load(build(MOE, FSDP, meta=False).state_dict(), storage_reader=reader, no_dist=True)
+    return reader.source_against, reader.partly_read
+
+
+def test_a_rank_that_loads_alone_says_what_it_has_not_compared(hub_folder: Path, tmp_path: Path) -> None:
+    source = convert(hub_folder, tmp_path / "source", "hf")
+    for world, is_partly in ((2, False), (4, True)):
+        for against, partly_read in run(world, _load_alone, str(source)):
+            assert (against, "model.embed_tokens.weight" in partly_read) == ("manifest", is_partly)
+
+
 def test_a_part_of_a_tensor_is_not_compared_and_the_report_names_it(tmp_path: Path) -> None:
     whole = {name: torch.randn(64, 16) for name in ("a", "b")}
     tx.save(whole, tmp_path / "source", to="safetensors:identity")

@@ -58,7 +58,7 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, StoredTensor, open_checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import settings as reading_settings
-from transaxle.engine.checkpoint.source_hashes import damage_first
+from transaxle.engine.checkpoint.source_hashes import UNCHECKED, damage_first
 from transaxle.engine.duplicates import compare_copies, plan_checks
 from transaxle.engine.plan.conversion import parse_to
 from transaxle.engine.views.decoded import rename_groups
@@ -145,6 +145,8 @@ class Reader(StorageReader):
 
     Attributes:
         bytes_read: number of bytes that this rank has read from the checkpoint's files for tensors.
+        source_against: what the last load compared the bytes with, as in the report of `tx.load`.
+        partly_read: stored names of the tensors that it did not compare, because it read less than half of them.
 
     Raises:
         TypeError: if an argument has the wrong type, or options are given with an open checkpoint.
@@ -182,6 +184,7 @@ class Reader(StorageReader):
         self._tensors: dict[str, StoredTensor] = {}
         self._objects: dict[str, Any] = {}
         self.bytes_read = 0
+        self.source_against, self.partly_read = UNCHECKED, tuple[str, ...]()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for a new load, of another path if `checkpoint_id` is given."""
@@ -256,6 +259,7 @@ class Reader(StorageReader):
         with world.together():
             self._read(checkpoint, boxes, targets)
         check.finish()
+        self.source_against, self.partly_read = check.against, check.partly_read
         for item, target in zip(boxes, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:
