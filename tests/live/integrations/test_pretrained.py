@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -27,6 +28,7 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
+    T5EncoderModel,
 )
 
 import transaxle as tx
@@ -203,6 +205,98 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, caplog:
     assert torch.equal(_logits(model), _logits(_own(tmp_path / "hub")))
 
 
+HEAD = "lm_head.weight"
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp:torchtitan", "torch_dist"])
+def test_a_base_model_leaves_out_the_head(hub: Path, tmp_path: Path, to: str, caplog: pytest.LogCaptureFixture) -> None:
+    tx.convert(hub, tmp_path / "source", to=to)
+    model = tx.from_pretrained(AutoModel, tmp_path / "source", config=hub / "config.json")
+    assert "1 tensor of" in caplog.text
+    assert f"has no such part: {HEAD}" in caplog.text
+    _is_as_of_transformers(model, hub)
+
+
+def _is_as_of_transformers(model: Any, folder: Path) -> None:
+    with quiet():
+        expected = AutoModel.from_pretrained(folder)
+    assert type(model) is type(expected)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("config", [MOE, LLAMA, {**MOE, "tie_word_embeddings": True}], ids=["moe", "llama", "tied"])
+def test_a_base_models_checkpoint_fills_the_base_of_a_model(tmp_path: Path, config: dict[str, Any]) -> None:
+    whole = Path(source(tmp_path / "whole", config))
+    with quiet():
+        AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "base")
+    _is_as_of_transformers(tx.from_pretrained(AutoModel, tmp_path / "base"), tmp_path / "base")
+    if config.get("tie_word_embeddings"):
+        model = tx.from_pretrained(AutoModelForCausalLM, tmp_path / "base")
+        assert torch.equal(_logits(model), _logits(_own(tmp_path / "base")))
+    else:
+        _lacks(AutoModelForCausalLM, tmp_path / "base", HEAD)
+    _lacks(AutoModelForSequenceClassification, tmp_path / "base", "score.weight")
+
+
+def test_a_base_model_without_a_prefix_loads(tmp_path: Path) -> None:
+    """The names of T5Model and of T5 with its head are alike, and the table computes the tied head."""
+    small = next(variants(Peer(), "t5", numbers=(0,)))[0]
+    with quiet():
+        _random(type(small)(small.config), torch.float32).save_pretrained(tmp_path / "whole")
+        AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "base")
+        T5EncoderModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "encoder")
+    for folder in ("whole", "base"):
+        _is_as_of_transformers(tx.from_pretrained(AutoModel, tmp_path / folder), tmp_path / folder)
+    encoder, expected = (
+        tx.from_pretrained(T5EncoderModel, tmp_path / "whole"),
+        load_file(tmp_path / "encoder" / WEIGHTS),
+    )
+    assert all(torch.equal(encoder.state_dict()[name], tensor) for name, tensor in expected.items())
+
+
+def _lacks(kind: Any, folder: Path, name: str) -> None:
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.from_pretrained(kind, folder)
+    (refusal,) = caught.value.refusals
+    assert (refusal.code, refusal.where.tensor) == ("MISSING_TENSOR", name)
+    assert "the checkpoint has no tensor for it" in refusal.message
+    assert "model.model = tx.from_pretrained(AutoModel, src)" in str(refusal.hint)
+
+
+def _base_of(rank: int, world: int, hub: str) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def parallelize(model: Any) -> None:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    model = tx.from_pretrained(AutoModel, hub, parallelize=parallelize)
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_a_sharded_base_model_leaves_out_the_head(hub: Path) -> None:
+    with quiet():
+        expected = AutoModel.from_pretrained(hub).state_dict()
+    for state in run(2, _base_of, str(hub)):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+
+
+def test_a_base_model_refuses_other_tensors(hub: Path, tmp_path: Path) -> None:
+    """Only a head may be left out; `load` leaves out nothing, and named tables of other models."""
+    config = json.loads((hub / "config.json").read_text())
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.from_pretrained(AutoModel, hub, config={**config, "num_hidden_layers": 1})
+    assert {refusal.code for refusal in caught.value.refusals} == {"UNEXPECTED_TENSOR"}
+    assert all(str(refusal.where.tensor).startswith("model.layers.1.") for refusal in caught.value.refusals)
+    with quiet():
+        base = AutoModel.from_pretrained(hub)
+    with refuses("UNKNOWN_FAMILY", "qwen3_moe:hf without 'model.' in front", exit_code=2):
+        tx.load(base, hub)
+
+
 def test_classes_that_do_not_fit_are_refused(hub: Path, tmp_path: Path) -> None:
     for kind, text in ((GPT2LMHeadModel, "the class is for gpt2"), (Qwen2ForCausalLM, "the class is for qwen2")):
         with refuses("UNSUPPORTED", text, exit_code=3, hint="tx.load(model, src)"):
@@ -215,17 +309,6 @@ def test_classes_that_do_not_fit_are_refused(hub: Path, tmp_path: Path) -> None:
     for wrong in (_own(hub), torch.nn.Linear, "AutoModelForCausalLM"):
         with pytest.raises(TypeError, match="model_class must be a class of models of transformers"):
             tx.from_pretrained(wrong, hub)
-
-
-def test_a_class_without_a_head_is_refused(tmp_path: Path) -> None:
-    """The refusal named tables of other models, and said that there is no config."""
-    folder = source(tmp_path / "hub", LLAMA)
-    with refuses("UNKNOWN_FAMILY", "llama:hf without 'model.' in front", exit_code=2, hint="a part of one with it"):
-        tx.from_pretrained(AutoModel, folder)
-    with quiet():
-        model = AutoModel.from_pretrained(folder)
-    with refuses("UNKNOWN_FAMILY", "llama:hf without 'model.' in front", exit_code=2):
-        tx.load(model, folder)
 
 
 def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -42,11 +43,11 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.engine.checkpoint.source_hashes import problems_of
 from transaxle.engine.wording import plural
-from transaxle.errors import LACKING, Refusal, TransaxleError, gathered, refuse
+from transaxle.errors import LACKING, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.storage.storage import NotJsonError, parse_json
 from transaxle.live.load import load
 from transaxle.live.load_plan import open_source
-from transaxle.live.model.destination import OWN, SaveReport
+from transaxle.live.model.destination import OWN, LoadReport, SaveReport
 from transaxle.live.model.source_view import names_ahead, without_tensors
 from transaxle.live.save import collect, read_settings, write_checkpoint
 from transaxle.live.transport.world import Clock, World
@@ -63,13 +64,19 @@ from transaxle.torch_tensors import (
 _LOG = logging.getLogger("transaxle")
 GENERATION = "generation_config.json"
 _NO_CONFIG = "Give config=, such as config.json. An adapter is merged into its base: tx.open(BASE, merge=ADAPTER)."
-_UNLIKE = frozenset({*LACKING, "UNEXPECTED_TENSOR", "AMBIGUOUS"})
-"""Codes of a load that report different tensors in model and checkpoint."""
-_UNNAMED = "UNKNOWN_FAMILY"
-"""Code of a load that reports names that no table has for both model and checkpoint."""
+_UNREAD = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
+"""Codes of a load if no table reads the names of the model or of the checkpoint."""
+_UNLIKE = frozenset({*LACKING, "UNEXPECTED_TENSOR", *_UNREAD})
+"""Codes of a load that report different tensors in model and checkpoint, or names that no table has for both."""
+_LOADED_BASE = (
+    "The checkpoint is that of a base model. Build the model, and load the part without the head:  "
+    "model.{prefix} = tx.from_pretrained(AutoModel, src)."
+)
+_SHOWN = 3
+"""Largest number of names that a line in the log lists."""
+_NO_VALUES, _NO_PARAMETER = "the checkpoint has no tensor for it", "the model has no parameter for it"
 _BUILD = "Build the model yourself, and call tx.load(model, src)."
 _OTHER_CLASS = "Choose the class that has these tensors, or build the model and call tx.load(model, src, strict=False)."
-_WITH_HEAD = "Choose the class that has these tensors; a model without its head is a part of one with it."
 
 
 @suggests
@@ -90,7 +97,9 @@ def from_pretrained(
 
     Every parameter is filled from the checkpoint, and every tensor of the checkpoint has a parameter, or nothing is
     returned. Layers that predict further tokens (MTP) are left out with a warning in the log, because models of
-    transformers have none. Parameters that transformers keeps in float32 are kept so. No code of a checkpoint is run.
+    transformers have none; so is a head, if `model_class` is a base model, such as `AutoModel`. The checkpoint of a
+    base model fills a model with a head only if the head is tied. Parameters that transformers keeps in float32 are
+    kept so. No code of a checkpoint is run.
 
     Args:
         model_class: a class of models, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
@@ -140,13 +149,104 @@ def from_pretrained(
         model.tie_weights()
         if parallelize is not None:
             parallelize(model)
-        try:
-            load(model, _without_ahead(checkpoint, world), device=place, dtype=OWN, check_source=check_source)
-        except TransaxleError as error:
-            raise gathered(_in_own_words(error.refusals)) from None
+        fill = partial(load, device=place, dtype=OWN, check_source=check_source)
+        _fill(model, _without_ahead(checkpoint, world), fill, world)
     if generation is not None and hasattr(model, "generation_config"):
         _set_generation(model, generation)
     return model.eval()
+
+
+def _fill(model: Any, checkpoint: Checkpoint, fill: Callable[..., LoadReport], world: World) -> None:
+    """Load a checkpoint into a model; all ranks must call this function.
+
+    As with transformers, a base model may be loaded from a checkpoint with a head, which is left out with a warning in
+    the log, and a model with a head from the checkpoint of a base model, if the head is tied.
+
+    Args:
+        model: the model, with its final sharding.
+        checkpoint: the checkpoint under its stored names.
+        fill: `load` with its options, without model, checkpoint and `strict`.
+        world: all ranks.
+
+    Raises:
+        TransaxleError: raised on every rank, if a parameter gets no values, or a tensor that belongs to no head has no
+            parameter.
+    """
+    try:
+        fill(model, checkpoint)
+        return
+    except TransaxleError as error:
+        first_error = gathered(_in_own_words(error.refusals))
+    prefix, is_base = model.base_model_prefix, _is_base(model)
+    whole, source = model, checkpoint
+    if not (is_base and all(_is_of_head(refusal, model) for refusal in first_error.refusals)):
+        whole, source = _in_whole_model(model), _with_prefix(checkpoint, model)
+        if not _is_unlike(first_error) or (whole is model and source is checkpoint):
+            raise first_error
+    try:
+        report = fill(whole, source, strict=False)
+    except TransaxleError as error:
+        lacking = [refusal.where for refusal in error.refusals if refusal.code == "MISSING_TENSOR"]
+        lacks_only = len(lacking) == len(error.refusals)
+        if error.code in _UNREAD or (_is_unlike(error) and first_error.code not in _UNREAD and not lacks_only):
+            raise first_error from None
+        hint = _OTHER_CLASS if source is checkpoint else _LOADED_BASE.format(prefix=prefix)
+        raise gathered(
+            replace(refusal, message=_NO_VALUES, hint=hint) if refusal.where in lacking else refusal
+            for refusal in error.refusals
+        ) from None
+    unexpected = [
+        Refusal("UNEXPECTED_TENSOR", _NO_PARAMETER, Where(None, name), _OTHER_CLASS) for name in report.unexpected
+    ]
+    problems = [Refusal("MISSING_TENSOR", _NO_VALUES, Where(None, name), _OTHER_CLASS) for name in report.missing]
+    problems += [refusal for refusal in unexpected if not (is_base and _is_of_head(refusal, whole))]
+    if problems:
+        raise gathered(problems) if first_error.code in _UNREAD else first_error
+    if unexpected and world.rank == world.ranks[0]:
+        count, kind = plural(len(unexpected), "tensor"), type(model).__name__
+        names = ", ".join(report.unexpected[:_SHOWN]) + (", …" if len(unexpected) > _SHOWN else "")
+        _LOG.warning("%s of %s are left out, because %s has no such part: %s", count, checkpoint.path, kind, names)
+
+
+def _is_of_head(refusal: Refusal, model: nn.Module) -> bool:
+    """Return whether a load has only refused a tensor that lies in no module of the model, such as a head."""
+    module = str(refusal.where.tensor).partition(".")[0]
+    return refusal.code == "UNEXPECTED_TENSOR" and module not in dict(model.named_children())
+
+
+def _is_unlike(error: TransaxleError) -> bool:
+    """Return whether a load has only reported that names or tensors of model and checkpoint differ."""
+    return _UNLIKE.issuperset(refusal.code for refusal in error.refusals)
+
+
+def _is_base(model: Any) -> bool:
+    """Return whether a model is a base model: it contains none, and has no head that predicts tokens."""
+    contains_base = bool(model.base_model_prefix) and hasattr(model, model.base_model_prefix)
+    return not contains_base and model.get_output_embeddings() is None
+
+
+def _in_whole_model(model: Any) -> Any:
+    """Return a module with a base model in the place that it has in models with a head; any other model as it is."""
+    if not model.base_model_prefix or not _is_base(model):
+        return model
+    whole = nn.Module()
+    whole.config = model.config
+    whole.add_module(model.base_model_prefix, model)
+    return whole
+
+
+def _with_prefix(checkpoint: Checkpoint, model: Any) -> Checkpoint:
+    """Return a checkpoint with the names that it has in a model with a head, if a base model was saved; any other
+    checkpoint as it is.
+    """
+    prefix, container = f"{model.base_model_prefix}.", checkpoint.container
+    names = getattr(model, model.base_model_prefix, model).state_dict().keys()
+    stored = container.entries.keys()
+    is_base = 2 * len(names & stored) > len(names) and not any(name.startswith(prefix) for name in stored)
+    if not is_base or not model.base_model_prefix or container.recoding.computed or container.twins:
+        return checkpoint
+    entries = {prefix + name: structs.replace(entry, name=prefix + name) for name, entry in container.entries.items()}
+    return Checkpoint(structs.replace(container, entries=entries), checkpoint.settings, None, None)
 
 
 def _without_ahead(checkpoint: Checkpoint, world: World) -> Checkpoint:
@@ -164,8 +264,7 @@ def _in_own_words(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
     """Yield the refusals of a load, one for each tensor and code, with advice for `from_pretrained`."""
     first = {(refusal.code, refusal.where): refusal for refusal in reversed([*refusals])}
     for refusal in reversed(first.values()):
-        hint = _WITH_HEAD if refusal.code == _UNNAMED else refusal.hint
-        yield replace(refusal, hint=_OTHER_CLASS if refusal.code in _UNLIKE else hint)
+        yield replace(refusal, hint=_OTHER_CLASS if refusal.code in _UNLIKE else refusal.hint)
 
 
 def _dtype_of(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> torch.dtype:
