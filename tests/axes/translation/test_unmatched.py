@@ -240,6 +240,19 @@ def test_what_the_config_rules_out_is_refused(name: str) -> None:
     assert translated(ROUTED, "hub", "hub", Store(ROUTERS | values[name]), ROUTED_CONFIG).refusals == ()
 
 
+def test_a_condition_with_a_default_for_layers_is_evaluated_for_the_layers_that_are_stored() -> None:
+    family = only(
+        'family two\n  axes l=layers d\n  let attends = (kinds[l] | "mamba") == "attention"\n  norm : l d\n'
+        "  bias : l d when attends and biased\n"
+        "dialect a\n  {l}.norm = norm[d]\n  {l}.bias = bias[d]\ndialect b\n  {l}.n = norm[d]\n  {l}.b = bias[d]\n"
+    )
+    store = Store({"0.norm": arange(4), "1.norm": arange(4), "1.bias": arange(4)})
+    config = {"layers": 2, "kinds": ["mamba", "attention"]}
+    assert not translated(family, "a", "b", store, {**config, "biased": True}).refusals
+    (ruled_out,) = translated(family, "a", "b", store, {**config, "biased": False}).refusals
+    assert "is there, but a two of this config has none (biased: false)" in ruled_out.message
+
+
 def test_what_no_key_of_the_config_decides_is_not_ruled_out() -> None:
     """`when False` means that only the names tell which models have a tensor."""
     store = Store(ROUTERS | {"layers.1.seldom": arange(4)})

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import transaxle as tx
 from tests.live.ranks import run
 from transaxle.live.integrations import dcp_storage
+from transaxle.live.transport.background import BackgroundSave
 
 State = dict[str, Any]
 OURS, THREAD, PROCESS = "ours", "THREAD", "PROCESS"
@@ -224,6 +225,24 @@ def _with_another_stager(rank: int, world: int, root: str) -> None:
 def test_saves_with_another_stager_wait_for_each_other(tmp_path: Path) -> None:
     run(2, _with_another_stager, str(tmp_path))
     assert all(_has(tmp_path / str(factor), factor) for factor in range(1, 5))
+
+
+def test_threads_that_are_started_later_are_not_waited_for() -> None:
+    """Also if the save has failed before it called its writer."""
+    save, ended, done = BackgroundSave(), threading.Event(), threading.Event()
+    own, later = threading.Thread(target=ended.wait), threading.Thread(target=done.wait)
+    own.start()
+    save.register()
+    later.start()
+    waiting = threading.Thread(target=save.wait, daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    ended.set()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    assert later.is_alive()
+    done.set()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

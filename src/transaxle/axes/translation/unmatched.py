@@ -18,7 +18,7 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -213,8 +213,11 @@ def refuse_ruled_out(holdings: Holdings) -> Iterator[Refusal]:
                 continue  # frameworks have this tensor with any config
             keys = [(key, settings.get(key)) for key in sorted(when.names - family.tensors.keys())]
             values = [f"{key}: {json.dumps(value)}" for key, value in keys if isinstance(value, bool | int | str)]
-            if values and holdings.sizes.holds(when, {}) is False:
-                name = next(iter(holdings.bound.names[line, WEIGHT].values()))
+            names = holdings.bound.names[line, WEIGHT]
+            # Without an index, a formula may fall back to the default for layers that its config does not list.
+            indices = chain([{}], map(line.name.index_at, names))
+            if values and all(holdings.sizes.holds(when, index) is False for index in indices):
+                name = next(iter(names.values()))
                 message = f"{line.text}\nis there, but a {family.name} of this config has none ({', '.join(values)})"
                 yield Refusal("UNEXPECTED_TENSOR", message, Where(None, name), _CORRECT)
 

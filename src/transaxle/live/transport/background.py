@@ -40,6 +40,7 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._earlier_threads = {*threading.enumerate()}
+        self._new_threads: AbstractSet[threading.Thread] = frozenset()
         self._thread: threading.Thread | None = None
         self._has_begun = threading.Event()
         self._is_planned = threading.Event()
@@ -55,7 +56,13 @@ class BackgroundSave:
         return save
 
     def register(self) -> None:
-        """Make later users of process groups wait for this save, which has been started."""
+        """Make later users of process groups wait for this save, which has been started.
+
+        Its thread, if it has not ended, is one of the threads that are new now; threads started later are not waited
+        for, whether the save calls `begin` or fails before.
+        """
+        if self._thread is None:
+            self._new_threads = {*threading.enumerate()} - self._earlier_threads
         with _LOCK:
             _RUNNING.append(self)
 
@@ -63,7 +70,7 @@ class BackgroundSave:
         """Declare that this thread runs the save; other threads may call this, and change nothing."""
         thread = threading.current_thread()
         if self._thread is None and thread not in self._earlier_threads:
-            self._thread = thread
+            self._thread, self._earlier_threads, self._new_threads = thread, set(), set()
             self._has_begun.set()
 
     @property
@@ -108,7 +115,7 @@ class BackgroundSave:
             return False  # a fork has copied this object, but not the thread
         if self._thread is not None:
             return self._thread.is_alive() and not self.is_own_thread
-        return any(thread not in self._earlier_threads for thread in threading.enumerate())
+        return any(thread.is_alive() for thread in self._new_threads)
 
 
 def wait_for_saves() -> None:
