@@ -30,7 +30,7 @@ from tests.sampled import current_turn, defer_cases
 
 # Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, Ray must not
 # replace `print`, which tests of hostile pickles name, and torch.compile must not compile its headers beforehand, which
-# takes two minutes and 3 GB. What DeepSpeed compiles is kept with its torch.
+# takes two minutes and 3 GB. What DeepSpeed compiles is kept with its torch, one file at a time: each takes 1.6 GB.
 _EXTENSIONS = Path(sys.prefix, "torch_extensions")
 _COMPILING = 600
 """Seconds after which a lock of torch's compiler is left from a process that was killed; others wait for it forever."""
@@ -41,6 +41,7 @@ for _name, _value in {
     "RAY_TQDM_PATCH_PRINT": "0",
     "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
     "TORCH_EXTENSIONS_DIR": str(_EXTENSIONS),
+    "MAX_JOBS": "1",
 }.items():
     os.environ.setdefault(_name, _value)
 # A shell without job control starts what is followed by `&` with Ctrl-C ignored, and so would every program here.

@@ -54,9 +54,7 @@ EMBEDDINGS = {
     "bert-head": replace(encoder("BertForMaskedLM", "bert"), unread=("decoder.bias",)),
     "bert-tied": replace(encoder("BertForMaskedLM", "bert", tie_word_embeddings=True), most=1),
     "roberta": replace(encoder("RobertaModel", "roberta"), spared=_POOLER),
-    "roberta-head": replace(
-        encoder("RobertaForMaskedLM", "roberta", tie_word_embeddings=True), spared=("lm_head.",), bare="roberta."
-    ),
+    "roberta-head": replace(encoder("RobertaForMaskedLM", "roberta", tie_word_embeddings=True), spared=("lm_head.",)),
     "xlm-roberta": replace(encoder("XLMRobertaModel", "xlm-roberta", more=_PLACES), spared=_POOLER),
     "modernbert": encoder("ModernBertModel", "modernbert", classifier_pooling="mean"),
     "modernbert-biases": encoder("ModernBertModel", "modernbert", norm_bias=True, attention_bias=True, mlp_bias=True),

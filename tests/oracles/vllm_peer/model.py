@@ -45,8 +45,6 @@ class Model:
     """What vLLM loads it as, of models that it runs in one type only."""
     spared: tuple[str, ...] = ()
     """Such tensors that the model may lack: it comes back, and these with it."""
-    bare: str = ""
-    """What names begin with in a model with a head: without its head, which vLLM lacks, they come back without it."""
     most: int = 4
     """The largest number of ranks: vLLM takes long to put experts into transformers' modules."""
 

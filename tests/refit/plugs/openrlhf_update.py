@@ -29,6 +29,7 @@ import openrlhf_sync  # noqa: E402
 import ray  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from deepspeed.comm.torch import build_shm_op  # noqa: E402
 from openrlhf.trainer.ray import ppo_actor  # noqa: E402
 from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap  # noqa: E402
 from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
@@ -175,6 +176,7 @@ def main(model: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    build_shm_op()  # its compiler would take memory beside that of all actors
     with TemporaryDirectory(ignore_cleanup_errors=True) as logs:  # a short path: Ray has sockets there
         ray.init(
             num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False, _temp_dir=logs,
