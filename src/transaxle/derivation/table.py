@@ -292,7 +292,7 @@ class Builder:
         presences = self._whole_presences(present)
         name = part.patterns[SIDES.index(MEMORY)].text
         statements = (text for beginning, text in self.compared.items() if name.startswith(beginning))
-        return next((text for text in statements if all(holds(text, each) for each in presences)), None)
+        return next((text for text in statements if all(holds(text, presence) for presence in presences)), None)
 
     def _whole_presences(self, present: Sequence[set[Indices]]) -> list[Presence]:
         """Return for each trace whether a part exists at all."""

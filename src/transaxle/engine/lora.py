@@ -15,6 +15,7 @@ from itertools import permutations
 from math import prod
 from typing import Any
 
+from transaxle.encodings.conventions.packed_methods import CONV1D_TYPES
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog import Entry
 
@@ -47,10 +48,9 @@ restricted pattern could take exponential time.
 """
 DEFAULT_RANK, _LARGEST = 8, 1e9
 """The default of both rank and alpha in peft, and an upper bound for plausible ranks and alphas."""
-_CONV1D_MODELS = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
 _CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
-"""Model types of transformers -> names of modules in them whose weights are stored as `[in, out]`. peft decides this by
-the class of each module; the setting `fan_in_fan_out` describes only the last module that peft has wrapped.
+"""Names of modules whose weights are stored as `[in, out]` in models of `CONV1D_TYPES`. peft decides this by the class
+of each module; the setting `fan_in_fan_out` describes only the last module that peft has wrapped.
 """
 _FLOATS = ("F", "BF")
 """Prefixes of the names of dtypes that store values instead of codes."""
@@ -138,7 +138,7 @@ class Lora:
 
     def __init__(self, entries: Mapping[str, Entry], config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
         self._config = config
-        self._has_conv1d = str(base.get("model_type")) in _CONV1D_MODELS
+        self._has_conv1d = str(base.get("model_type")) in CONV1D_TYPES
         self._layers = _layers_of(base)
         self._problems = list(_refuse_settings(config))
         self._check()

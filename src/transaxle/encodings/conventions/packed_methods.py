@@ -37,6 +37,8 @@ from transaxle.encodings.encoding import FP4, NF4
 from transaxle.errors import Refusal, Where, gathered, refuse
 
 GPTQ, AWQ, OF_BITSANDBYTES = "gptq", "awq", "bitsandbytes"
+CONV1D_TYPES = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
+"""Model types of transformers 5.24 whose layers are `Conv1D`, with weights `[inputs, outputs]`."""
 PACKED_METHODS: Mapping[str, str] = MappingProxyType({GPTQ: "GPTQ", AWQ: "AWQ", OF_BITSANDBYTES: "bitsandbytes"})
 """`quant_method` of the config -> name of the method in messages."""
 PACKED_FILES: Mapping[str, str] = MappingProxyType({"quantize_config.json": GPTQ, "quant_config.json": AWQ})

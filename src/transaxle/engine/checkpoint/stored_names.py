@@ -18,6 +18,7 @@ from transaxle.axes.layout.bind import (
 )
 from transaxle.axes.notation.family import Family, Sizes
 from transaxle.encodings.conventions.packed_methods import (
+    CONV1D_TYPES,
     OF_BITSANDBYTES,
     PACKED_CODES,
     PACKED_FILES,
@@ -139,14 +140,10 @@ def show_foreign(container: Container, config: Mapping[str, Any], *, is_given: b
     return ForeignForm(container, config)
 
 
-_CONV1D = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
-"""Model types of transformers 5.24 whose layers are `Conv1D`, with weights `[inputs, outputs]`."""
-
-
 def _refuse_conv1d(config: Mapping[str, Any], program: str) -> None:
     """Refuse a model whose weights are stored transposed once they are quantized, and not otherwise."""
     model_type = config.get("model_type")
-    if model_type in _CONV1D:
+    if model_type in CONV1D_TYPES:
         message = f"{program} transposes the weights of {model_type}, whose layers are Conv1D; they are not read"
         raise refuse("UNSUPPORTED", message, file=CONFIG, hint=KEEP)
 
@@ -181,11 +178,11 @@ class StoredNames:
         has_modelopt = MODELOPT_CONFIG in self._container.carried
         modelopt = read_stored_config(self._container.storage, MODELOPT_CONFIG) if has_modelopt else None
         try:
-            shown = show_foreign(self._container, self.config, is_given=self._settings.config is not None)
+            form = show_foreign(self._container, self.config, is_given=self._settings.config is not None)
         except TransaxleError as error:
             refusals = refuse_section(error, self._container)
             return Catalog(self._container, self._container.entries, {}, None, refusals)
-        return catalog(shown.container, shown.config, modelopt, shown)
+        return catalog(form.container, form.config, modelopt, form)
 
     @cached_property
     def is_adapter(self) -> bool:
@@ -207,8 +204,8 @@ class StoredNames:
         """Tensor name -> stored encoding, for the tensors that this view shows in a different encoding."""
         if self._undecoded is None or not self._container.recoding.encodings:
             return {}
-        shown, stored = self.catalog.encoded, self._undecoded.catalog.encoded
-        return {name: stored[name] for name in shown if shown[name].encoding.name != stored[name].encoding.name}
+        encoded, stored = self.catalog.encoded, self._undecoded.catalog.encoded
+        return {name: stored[name] for name in encoded if encoded[name].encoding.name != stored[name].encoding.name}
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

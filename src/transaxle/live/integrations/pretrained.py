@@ -40,11 +40,11 @@ from transaxle.arguments import (
 from transaxle.encodings.conventions.rewriting import without_quantization
 from transaxle.encodings.encoding import CASTS
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike
-from transaxle.engine.checkpoint.settings import CONFIG, model_config
+from transaxle.engine.checkpoint.settings import CONFIG, model_config, read_stored_config
 from transaxle.engine.checkpoint.source_hashes import problems_of
 from transaxle.engine.wording import plural
 from transaxle.errors import LACKING, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.storage.storage import NotJsonError, parse_json
+from transaxle.formats.storage.storage import parse_json
 from transaxle.live.load import load
 from transaxle.live.load_plan import open_source
 from transaxle.live.model.destination import OWN, LoadReport, SaveReport
@@ -356,11 +356,12 @@ def _apply_plan(model: Any, plan: Mapping[str, str] | str | None, mesh: DeviceMe
     type(model).maybe_distribute_model(model, prepared, meshes)
 
 
-def _read_generation(checkpoint: Checkpoint, *, check_source: bool) -> dict[str, Any] | None:
+def _read_generation(checkpoint: Checkpoint, *, check_source: bool) -> Mapping[str, Any] | None:
     """Return the content of a checkpoint's generation config; None if it has none.
 
     Raises:
-        Refused: with code CORRUPT, if the file is damaged; an edited one is read, as `convert` copies it.
+        Refused: with code CORRUPT, if the file is damaged or no JSON object; an edited one is read, as `convert` copies
+            it.
         StorageError: with code IO, if the file cannot be read.
     """
     container = checkpoint.container
@@ -370,13 +371,7 @@ def _read_generation(checkpoint: Checkpoint, *, check_source: bool) -> dict[str,
         problems = problems_of(container.storage, copies_about_use=True, config_given=True, files=[GENERATION])
         if damaged := [*problems]:
             raise gathered(damaged)
-    try:
-        settings = parse_json(container.storage.read(GENERATION, 0, container.storage.size(GENERATION)).decode())
-    except (NotJsonError, UnicodeDecodeError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise refuse("CORRUPT", f"{GENERATION} is not a JSON object", file=checkpoint.path, hint="Mend or remove it.")
-    return settings
+    return read_stored_config(container.storage, GENERATION)
 
 
 def _set_generation(model: Any, settings: Mapping[str, Any]) -> None:
